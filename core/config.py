@@ -1,0 +1,185 @@
+"""The whole configuration: one frozen tree, read from one YAML file, checked whole before anything starts.
+
+Unknown keys are refused with a suggestion. Values that follow from others are properties, never written back.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from kvferry.core.errors import ConfigError
+from kvferry.core.units import parse_bytes
+
+Dtype = Literal["float64", "float32", "bfloat16", "float16"]
+Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+DTYPE_BYTES: dict[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+EMBEDDED_MODEL = "smollm2-135m-instruct"
+
+
+class Section(BaseModel):
+    """Base of every part of the tree."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelConfig(Section):
+    """Which model is served, and in which numbers."""
+
+    path: str = Field(EMBEDDED_MODEL, description="Hugging Face folder, hub id, GGUF file, or the embedded default's name.")
+    served_name: str | None = Field(None, description="Name clients ask for; default: the last part of path.")
+    dtype: Dtype = "float32"
+    kv_dtype: Dtype | None = Field(None, description="Element type of the KV cache; default: dtype.")
+    max_model_len: int | None = Field(None, ge=2, description="Context limit in tokens; default: the model's own.")
+
+    @property
+    def name(self) -> str:
+        return self.served_name or Path(self.path).name.removesuffix(".gguf")
+
+
+class PoolConfig(Section):
+    """One pool of equal workers."""
+
+    workers: int = Field(1, ge=0)
+    tp: int = Field(1, ge=1, description="Tensor-parallel degree of each worker.")
+    block_size: int = Field(16, ge=1, le=1024, description="Tokens per KV block.")
+    kv_memory: Bytes = Field(parse_bytes("512MiB"), description="KV cache per worker.")
+    threads: int = Field(1, ge=1, description="CPU threads per worker for tensor work.")
+    max_batch_tokens: int = Field(512, ge=1, description="Tokens computed per step at most; the prefill chunk.")
+    max_batch_seqs: int = Field(256, ge=1, description="Sequences per step at most.")
+    prefix_cache: bool = True
+    host: str = Field("127.0.0.1", description="Interface the workers listen on.")
+
+
+class PrefillConfig(PoolConfig):
+    """The prefill pool."""
+
+
+class DecodeConfig(PoolConfig):
+    """The decode pool, or, with role ``both``, the colocated pool that does all."""
+
+    role: Literal["decode", "both"] = Field("decode", description="both: prefill and decode in one worker.")
+    reserve_queue: int = Field(64, ge=1, description="Reservations that wait for blocks at most.")
+    growth_tokens: int = Field(32, ge=1, description="Tokens each running sequence keeps room for in the ledger.")
+
+
+class TransferConfig(Section):
+    """How KV moves from prefill to decode."""
+
+    transport: Literal["auto", "loopback", "shm"] = "auto"
+    staging: Bytes = Field(parse_bytes("64MiB"), description="Slab memory per decode worker.")
+    slab: Bytes = Field(parse_bytes("2MiB"), description="Slab size aimed at.")
+    progress_timeout_s: Seconds = 5.0
+    lease_s: Seconds = Field(120.0, description="Longest life of a lease without renewal by its router.")
+
+
+class RouterConfig(Section):
+    """The router and its two APIs."""
+
+    grpc: str = Field("127.0.0.1:50051", description="HOST:PORT of the gRPC API; port 0 takes a free one.")
+    http: str = Field("127.0.0.1:8000", description="HOST:PORT of the OpenAI API; port 0 takes a free one.")
+    queue_limit: int = Field(1024, ge=1, description="Requests waiting for dispatch at most.")
+    max_attempts: int = Field(4, ge=1, description="Dispatches of one request without progress at most.")
+    default_max_tokens: int | None = Field(None, ge=1, description="Output limit when a request names none.")
+    request_timeout_s: Seconds = Field(600.0, description="Deadline of requests that name none.")
+
+
+class ClusterConfig(Section):
+    """Start-up, health and shutdown."""
+
+    device: Literal["cpu", "cuda"] = "cpu"
+    ray_address: str = Field("local", description="local starts Ray here; auto joins the cluster of this node.")
+    start_timeout_s: Seconds = 300.0
+    stop_timeout_s: Seconds = 30.0
+    beat_s: Seconds = 1.0
+    silence_s: Seconds = Field(5.0, description="Silence after which a peer counts as lost.")
+
+
+class Config(Section):
+    """The root of the tree."""
+
+    model: ModelConfig = ModelConfig()
+    prefill: PrefillConfig = PrefillConfig()
+    decode: DecodeConfig = DecodeConfig()
+    transfer: TransferConfig = TransferConfig()
+    router: RouterConfig = RouterConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    deterministic: bool = False
+
+    @model_validator(mode="after")
+    def _cross_role(self) -> Self:
+        if self.decode.workers == 0:
+            raise ValueError("decode.workers: at least one decode worker is needed; set decode.workers: 1")
+        if self.decode.role == "decode" and self.prefill.workers == 0:
+            raise ValueError(
+                "prefill.workers: a decode pool needs a prefill pool; set prefill.workers: 1, or decode.role: both"
+            )
+        if self.cluster.silence_s <= 2 * self.cluster.beat_s:
+            raise ValueError("cluster.silence_s: must be more than twice cluster.beat_s")
+        for pool in ("prefill", "decode"):
+            if getattr(self, pool).tp != 1:
+                raise ValueError(f"{pool}.tp: tensor parallelism is not available yet; set {pool}.tp: 1")
+        if self.transfer.slab > self.transfer.staging:
+            raise ValueError("transfer.slab: must not be larger than transfer.staging")
+        return self
+
+
+def parse_config(values: dict[str, Any]) -> Config:
+    """Check plain values as a whole. Raises ConfigError naming the first wrong key."""
+    _refuse_unknown_keys(values, Config, "")
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        key = ".".join(str(part) for part in problem["loc"])
+        message = problem["msg"].removeprefix("Value error, ")
+        if not key and ":" in message:
+            key, message = message.split(": ", 1)
+        raise ConfigError(key or "configuration", message) from None
+
+
+def load_config(path: Path | None, overrides: dict[str, Any] | None = None) -> Config:
+    """Read a YAML file (None: defaults), lay dotted overrides over it, check the whole. Raises ConfigError."""
+    values: Any = {}
+    if path is not None:
+        try:
+            values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        except OSError as error:
+            raise ConfigError(str(path), f"cannot be read: {error.strerror}") from None
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ConfigError(str(path), f"is not valid YAML: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(str(path), "must hold a mapping of sections")
+    for dotted, value in (overrides or {}).items():
+        _set_dotted(values, dotted, value)
+    return parse_config(values)
+
+
+def _set_dotted(values: dict[str, Any], dotted: str, value: Any) -> None:
+    *sections, last = dotted.split(".")
+    for section in sections:
+        inner = values.setdefault(section, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(section, "must be a mapping")
+        values = inner
+    values[last] = value
+
+
+def _refuse_unknown_keys(values: dict[str, Any], section: type[Section], prefix: str) -> None:
+    for key, value in values.items():
+        known = section.model_fields
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"did you mean {prefix}{near[0]}?" if near else f"known keys: {', '.join(known)}"
+            raise ConfigError(f"{prefix}{key}", f"unknown key; {hint}")
+        inner = known[key].annotation
+        if isinstance(inner, type) and issubclass(inner, Section):
+            if not isinstance(value, dict):
+                raise ConfigError(f"{prefix}{key}", "must be a mapping")
+            _refuse_unknown_keys(value, inner, f"{prefix}{key}.")
