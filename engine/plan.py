@@ -1,0 +1,100 @@
+"""One step, one representation: a ragged batch (design: section 5).
+
+Each sequence contributes ``query_len >= 1`` tokens after ``context_len`` tokens that are already in the paged
+cache. Chunked prefill and decode are the same batch. Plain numpy: planning never touches torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+Float32 = NDArray[np.float32]
+
+
+@dataclass(slots=True)
+class LogitEdits:
+    """Changes to the logits of one sampled row; only rows that ask for any have an entry.
+
+    ``prompt_ids`` and ``output_ids`` are the tokens before the one to sample.
+    """
+
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    banned_ids: tuple[int, ...] = ()
+    """Tokens that must not be sampled now: stop tokens before min_tokens."""
+    prompt_ids: Int32 | None = None
+    output_ids: Int32 | None = None
+
+
+@dataclass(slots=True)
+class SamplingRows:
+    """Sampling parameters of the sampled rows, one array element per row [num_sampled].
+
+    The noise of a row is keyed by (seed, sample_index, position) and the vocabulary id alone.
+    """
+
+    temperature: Float32
+    top_k: Int32
+    top_p: Float32
+    min_p: Float32
+    seed: NDArray[np.uint64]
+    sample_index: Int32
+    position: Int64
+    """Absolute position of the token to sample."""
+    edits: dict[int, LogitEdits] = field(default_factory=dict)
+    """Row -> edits."""
+    logprobs: dict[int, int] = field(default_factory=dict)
+    """Row -> number of top log-probabilities wanted (0: only the sampled token's)."""
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """What the runner executes."""
+
+    step: int
+    token_ids: Int64
+    """[num_tokens], sequence after sequence."""
+    query_lens: Int32
+    """[num_seqs]"""
+    context_lens: Int32
+    """[num_seqs]"""
+    block_tables: Int32
+    """[num_seqs, max_blocks]; entries past a sequence's own blocks are unspecified."""
+    sampled: Int32
+    """[num_sampled] indexes into the sequences, rising: those whose last position is sampled."""
+    sampling: SamplingRows
+
+
+@dataclass(slots=True)
+class RowLogprobs:
+    """Log-probabilities of one sampled row, before temperature and filters."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step yields."""
+
+    token_ids: Int64
+    """[num_sampled]"""
+    logprobs: dict[int, RowLogprobs] = field(default_factory=dict)
+    """Row -> log-probabilities, for the rows that asked."""
+
+
+class Runner(Protocol):
+    """Executes steps. The paged cache it writes is shared with the KV plane."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step and wait for its tokens."""
+        ...
