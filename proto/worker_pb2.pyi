@@ -183,6 +183,8 @@ class WorkerHello(_message.Message):
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     KV_ENDPOINT_FIELD_NUMBER: _builtins.int
     PREFIX_CACHE_FIELD_NUMBER: _builtins.int
+    MAX_BATCH_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_BATCH_SEQS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.int
     role: _builtins.str
@@ -195,6 +197,8 @@ class WorkerHello(_message.Message):
     kv_endpoint: _builtins.str
     """Where KV for this worker is received; empty on a prefill worker."""
     prefix_cache: _builtins.bool
+    max_batch_tokens: _builtins.int
+    max_batch_seqs: _builtins.int
     @_builtins.property
     def layout(self) -> Global___KvLayout: ...
     def __init__(
@@ -210,10 +214,12 @@ class WorkerHello(_message.Message):
         max_model_len: _builtins.int = ...,
         kv_endpoint: _builtins.str = ...,
         prefix_cache: _builtins.bool = ...,
+        max_batch_tokens: _builtins.int = ...,
+        max_batch_seqs: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "kv_endpoint", b"kv_endpoint", "layout", b"layout", "max_model_len", b"max_model_len", "num_blocks", b"num_blocks", "prefix_cache", b"prefix_cache", "protocol", b"protocol", "role", b"role", "root_hash", b"root_hash", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "kv_endpoint", b"kv_endpoint", "layout", b"layout", "max_batch_seqs", b"max_batch_seqs", "max_batch_tokens", b"max_batch_tokens", "max_model_len", b"max_model_len", "num_blocks", b"num_blocks", "prefix_cache", b"prefix_cache", "protocol", b"protocol", "role", b"role", "root_hash", b"root_hash", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,146 @@
+"""The numbers of all sequences on a worker, one array per quantity and one row per sequence.
+
+Keeping them in arrays makes a step's bookkeeping a handful of numpy operations however many sequences run.
+Rows are lent to sequences and taken back; nothing here touches tensors or blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.engine.plan import Int32, Int64, SamplingRows, StepPlan
+from kvferry.proto import worker_pb2 as pb
+
+Rows = NDArray[np.int64]
+
+
+class SequenceTable:
+    """Rows for at most ``max_rows`` sequences of at most ``max_model_len`` tokens."""
+
+    def __init__(self, max_rows: int, max_model_len: int, block_size: int) -> None:
+        self.max_rows = max_rows
+        self.max_model_len = max_model_len
+        self.block_size = block_size
+        max_blocks = -(-max_model_len // block_size)
+        self.tokens: Int32 = np.zeros((max_rows, max_model_len), np.int32)
+        self.blocks: Int32 = np.zeros((max_rows, max_blocks), np.int32)
+        self.num_blocks: Int32 = np.zeros(max_rows, np.int32)
+        self.length: Int64 = np.zeros(max_rows, np.int64)
+        """Known tokens: prompt and output so far."""
+        self.computed: Int64 = np.zeros(max_rows, np.int64)
+        """Tokens whose KV is in the cache."""
+        self.prompt_len: Int64 = np.zeros(max_rows, np.int64)
+        self.max_length: Int64 = np.zeros(max_rows, np.int64)
+        self.min_length: Int64 = np.zeros(max_rows, np.int64)
+        self.obeys_eos = np.zeros(max_rows, np.bool_)
+        self.special = np.zeros(max_rows, np.bool_)
+        """Rows that need more than arrays can say: logit edits, stop token ids, log-probabilities."""
+        self.temperature = np.zeros(max_rows, np.float32)
+        self.top_k: Int32 = np.zeros(max_rows, np.int32)
+        self.top_p = np.zeros(max_rows, np.float32)
+        self.min_p = np.zeros(max_rows, np.float32)
+        self.seed = np.zeros(max_rows, np.uint64)
+        self.sample_index: Int32 = np.zeros(max_rows, np.int32)
+        self._free = list(range(max_rows - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def lend(self, spec: pb.SequenceSpec) -> int:
+        """Take a free row and fill it from ``spec``. The caller has checked ``num_free`` and the length."""
+        row = self._free.pop()
+        sampling = spec.sampling
+        length = len(spec.token_ids)
+        self.tokens[row, :length] = spec.token_ids
+        self.length[row] = length
+        self.computed[row] = 0
+        self.num_blocks[row] = 0
+        self.prompt_len[row] = spec.prompt_len
+        self.max_length[row] = min(spec.prompt_len + sampling.max_tokens, self.max_model_len)
+        self.min_length[row] = spec.prompt_len + sampling.min_tokens
+        self.obeys_eos[row] = not sampling.ignore_eos
+        self.special[row] = _is_special(sampling)
+        self.temperature[row] = sampling.temperature
+        self.top_k[row] = sampling.top_k
+        self.top_p[row] = sampling.top_p
+        self.min_p[row] = sampling.min_p
+        self.seed[row] = sampling.seed
+        self.sample_index[row] = sampling.sample_index
+        return row
+
+    def give_back(self, row: int) -> None:
+        self._free.append(row)
+
+    def set_blocks(self, row: int, blocks: Sequence[int]) -> None:
+        """The row's whole block table."""
+        self.blocks[row, : len(blocks)] = blocks
+        self.num_blocks[row] = len(blocks)
+
+    def add_block(self, row: int, block: int) -> None:
+        self.blocks[row, self.num_blocks[row]] = block
+        self.num_blocks[row] += 1
+
+    def append(self, rows: Rows, token_ids: Int64) -> None:
+        """One new token for each row; everything before it has been computed."""
+        length = self.length[rows]
+        self.tokens[rows, length] = token_ids
+        self.computed[rows] = length
+        self.length[rows] = length + 1
+
+    def lacking_block(self, rows: Rows) -> Rows:
+        """Those of ``rows`` whose next token has no block to be written to."""
+        lacking: Rows = rows[self.num_blocks[rows] * self.block_size < self.length[rows]]
+        return lacking
+
+
+def build_plan(table: SequenceTable, step: int, rows: Rows, query_lens: Int32) -> StepPlan:
+    """The ragged batch in which ``rows[i]`` computes its next ``query_lens[i]`` tokens. [num_seqs]
+
+    A row is sampled when its last known token is among them. Edits and log-probabilities are added by the caller.
+    """
+    context = table.computed[rows]
+    if query_lens.size and int(query_lens.max()) == 1:
+        token_ids = table.tokens[rows, context].astype(np.int64)
+    else:
+        starts = np.cumsum(query_lens) - query_lens
+        within = np.arange(int(query_lens.sum())) - np.repeat(starts, query_lens)
+        token_ids = table.tokens[np.repeat(rows, query_lens), np.repeat(context, query_lens) + within].astype(np.int64)
+    sampled = np.flatnonzero(context + query_lens == table.length[rows])
+    max_blocks = int(table.num_blocks[rows].max()) if rows.size else 0
+    return StepPlan(
+        step=step,
+        token_ids=token_ids,
+        query_lens=query_lens,
+        context_lens=context.astype(np.int32),
+        block_tables=table.blocks[rows, :max_blocks],
+        sampled=sampled.astype(np.int32),
+        sampling=_sampling_rows(table, rows[sampled]),
+    )
+
+
+def _sampling_rows(table: SequenceTable, rows: Rows) -> SamplingRows:
+    return SamplingRows(
+        temperature=table.temperature[rows],
+        top_k=table.top_k[rows],
+        top_p=table.top_p[rows],
+        min_p=table.min_p[rows],
+        seed=table.seed[rows],
+        sample_index=table.sample_index[rows],
+        position=table.length[rows],
+    )
+
+
+def _is_special(sampling: pb.Sampling) -> bool:
+    return bool(
+        sampling.presence_penalty
+        or sampling.frequency_penalty
+        or sampling.repetition_penalty != 1.0
+        or sampling.logit_bias
+        or sampling.min_tokens
+        or sampling.stop_token_ids
+        or sampling.HasField("logprobs")
+    )
