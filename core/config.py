@@ -1,6 +1,7 @@
-"""The whole configuration: one frozen tree, read from one YAML file, checked whole before anything starts.
+"""The whole configuration: one frozen tree, read from one YAML file, checked before any start.
 
-Unknown keys are refused with a suggestion. Values that follow from others are properties, never written back.
+Unknown keys are refused with a suggestion. Values that follow from others are properties, never
+written back. docs/configuration.md is made from the descriptions here.
 """
 
 from __future__ import annotations
@@ -10,14 +11,29 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from kvferry.core.errors import ConfigError
-from kvferry.core.units import parse_bytes
+from kvferry.core.units import parse_address, parse_bytes
+
+
+def _checked_address(text: str) -> str:
+    parse_address(text)
+    return text
+
 
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Address = Annotated[str, AfterValidator(_checked_address)]
 
 DTYPE_BYTES: dict[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 EMBEDDED_MODEL = "smollm2-135m-instruct"
@@ -32,11 +48,21 @@ class Section(BaseModel):
 class ModelConfig(Section):
     """Which model is served, and in which numbers."""
 
-    path: str = Field(EMBEDDED_MODEL, description="Hugging Face folder, hub id, GGUF file, or the embedded default's name.")
-    served_name: str | None = Field(None, description="Name clients ask for; default: the last part of path.")
-    dtype: Dtype = "float32"
-    kv_dtype: Dtype | None = Field(None, description="Element type of the KV cache; default: dtype.")
-    max_model_len: int | None = Field(None, ge=2, description="Context limit in tokens; default: the model's own.")
+    path: str = Field(
+        EMBEDDED_MODEL,
+        min_length=1,
+        description="Hugging Face folder, hub id, GGUF file, or the embedded default's name.",
+    )
+    served_name: str | None = Field(
+        None, min_length=1, description="Name clients ask for; default: the last part of path."
+    )
+    dtype: Dtype = Field("float32", description="Element type of weights and computation.")
+    kv_dtype: Dtype | None = Field(
+        None, description="Element type of the KV cache; default: model.dtype."
+    )
+    max_model_len: int | None = Field(
+        None, ge=2, description="Context limit in tokens; default: the model's own."
+    )
 
     @property
     def name(self) -> str:
@@ -46,15 +72,19 @@ class ModelConfig(Section):
 class PoolConfig(Section):
     """One pool of equal workers."""
 
-    workers: int = Field(1, ge=0)
+    workers: int = Field(1, ge=0, description="Worker processes in the pool.")
     tp: int = Field(1, ge=1, description="Tensor-parallel degree of each worker.")
     block_size: int = Field(16, ge=1, le=1024, description="Tokens per KV block.")
     kv_memory: Bytes = Field(parse_bytes("512MiB"), description="KV cache per worker.")
     threads: int = Field(1, ge=1, description="CPU threads per worker for tensor work.")
-    max_batch_tokens: int = Field(512, ge=1, description="Tokens computed per step at most; the prefill chunk.")
+    max_batch_tokens: int = Field(
+        512, ge=1, description="Tokens computed per step at most; the prefill chunk."
+    )
     max_batch_seqs: int = Field(256, ge=1, description="Sequences per step at most.")
-    prefix_cache: bool = True
-    host: str = Field("127.0.0.1", description="Interface the workers listen on.")
+    prefix_cache: bool = Field(
+        True, description="Keep finished blocks for prompts that share them."
+    )
+    host: str = Field("127.0.0.1", min_length=1, description="Interface the workers listen on.")
 
 
 class PrefillConfig(PoolConfig):
@@ -64,40 +94,64 @@ class PrefillConfig(PoolConfig):
 class DecodeConfig(PoolConfig):
     """The decode pool, or, with role ``both``, the colocated pool that does all."""
 
-    role: Literal["decode", "both"] = Field("decode", description="both: prefill and decode in one worker.")
-    reserve_queue: int = Field(64, ge=1, description="Reservations that wait for blocks at most.")
-    growth_tokens: int = Field(32, ge=1, description="Tokens each running sequence keeps room for in the ledger.")
+    role: Literal["decode", "both"] = Field(
+        "decode", description="both: each worker prefills and decodes, and there is no transfer."
+    )
+    reserve_queue: int = Field(
+        64, ge=1, description="Reservations that wait for blocks at most, per worker."
+    )
+    growth_tokens: int = Field(
+        32, ge=1, description="Tokens each running sequence keeps room for in the ledger."
+    )
 
 
 class TransferConfig(Section):
     """How KV moves from prefill to decode."""
 
-    transport: Literal["auto", "loopback", "shm"] = "auto"
+    transport: Literal["auto", "loopback", "shm"] = Field(
+        "auto", description="Data path of KV; auto takes the fastest that the pair can use."
+    )
     staging: Bytes = Field(parse_bytes("64MiB"), description="Slab memory per decode worker.")
     slab: Bytes = Field(parse_bytes("2MiB"), description="Slab size aimed at.")
-    progress_timeout_s: Seconds = 5.0
-    lease_s: Seconds = Field(120.0, description="Longest life of a lease without renewal by its router.")
+    progress_timeout_s: Seconds = Field(
+        5.0, description="A transfer without progress for this long is resent once, then fails."
+    )
+    lease_s: Seconds = Field(
+        120.0, description="Longest life of a lease without renewal by its router."
+    )
 
 
 class RouterConfig(Section):
     """The router and its two APIs."""
 
-    grpc: str = Field("127.0.0.1:50051", description="HOST:PORT of the gRPC API; port 0 takes a free one.")
-    http: str = Field("127.0.0.1:8000", description="HOST:PORT of the OpenAI API; port 0 takes a free one.")
+    grpc: Address = Field(
+        "127.0.0.1:50051", description="HOST:PORT of the gRPC API; port 0 takes a free one."
+    )
+    http: Address = Field(
+        "127.0.0.1:8000", description="HOST:PORT of the OpenAI API; port 0 takes a free one."
+    )
     queue_limit: int = Field(1024, ge=1, description="Requests waiting for dispatch at most.")
-    max_attempts: int = Field(4, ge=1, description="Dispatches of one request without progress at most.")
-    default_max_tokens: int | None = Field(None, ge=1, description="Output limit when a request names none.")
+    max_attempts: int = Field(
+        4, ge=1, description="Dispatches of one request without progress at most."
+    )
+    default_max_tokens: int | None = Field(
+        None, ge=1, description="Output limit when a request names none; default: the context."
+    )
     request_timeout_s: Seconds = Field(600.0, description="Deadline of requests that name none.")
 
 
 class ClusterConfig(Section):
     """Start-up, health and shutdown."""
 
-    device: Literal["cpu", "cuda"] = "cpu"
-    ray_address: str = Field("local", description="local starts Ray here; auto joins the cluster of this node.")
-    start_timeout_s: Seconds = 300.0
-    stop_timeout_s: Seconds = 30.0
-    beat_s: Seconds = 1.0
+    device: Literal["cpu", "cuda"] = Field("cpu", description="Where the workers compute.")
+    ray_address: str = Field(
+        "local", min_length=1, description="local starts Ray here; auto joins this node's cluster."
+    )
+    start_timeout_s: Seconds = Field(300.0, description="Start-up that takes longer fails.")
+    stop_timeout_s: Seconds = Field(
+        30.0, description="Requests in flight may finish for this long when the server stops."
+    )
+    beat_s: Seconds = Field(1.0, description="Sessions and links say that they live this often.")
     silence_s: Seconds = Field(5.0, description="Silence after which a peer counts as lost.")
 
 
@@ -110,21 +164,24 @@ class Config(Section):
     transfer: TransferConfig = TransferConfig()
     router: RouterConfig = RouterConfig()
     cluster: ClusterConfig = ClusterConfig()
-    deterministic: bool = False
+    deterministic: bool = Field(
+        False, description="Batch-invariant numerics: equal requests give equal tokens anywhere."
+    )
 
     @model_validator(mode="after")
     def _cross_role(self) -> Self:
         if self.decode.workers == 0:
-            raise ValueError("decode.workers: at least one decode worker is needed; set decode.workers: 1")
+            raise ValueError("decode.workers: must be at least 1: the decode pool answers requests")
         if self.decode.role == "decode" and self.prefill.workers == 0:
             raise ValueError(
-                "prefill.workers: a decode pool needs a prefill pool; set prefill.workers: 1, or decode.role: both"
+                "prefill.workers: a decode pool needs a prefill pool; "
+                "set prefill.workers: 1, or decode.role: both"
             )
         if self.cluster.silence_s <= 2 * self.cluster.beat_s:
             raise ValueError("cluster.silence_s: must be more than twice cluster.beat_s")
-        for pool in ("prefill", "decode"):
-            if getattr(self, pool).tp != 1:
-                raise ValueError(f"{pool}.tp: tensor parallelism is not available yet; set {pool}.tp: 1")
+        for name, pool in (("prefill", self.prefill), ("decode", self.decode)):
+            if pool.tp != 1:
+                raise ValueError(f"{name}.tp: only 1 is supported by this version")
         if self.transfer.slab > self.transfer.staging:
             raise ValueError("transfer.slab: must not be larger than transfer.staging")
         return self
@@ -145,7 +202,10 @@ def parse_config(values: dict[str, Any]) -> Config:
 
 
 def load_config(path: Path | None, overrides: dict[str, Any] | None = None) -> Config:
-    """Read a YAML file (None: defaults), lay dotted overrides over it, check the whole. Raises ConfigError."""
+    """Read a YAML file (None: defaults), lay dotted overrides over it, check the whole.
+
+    Raises ConfigError naming the file or the first wrong key.
+    """
     values: Any = {}
     if path is not None:
         try:

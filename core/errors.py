@@ -1,13 +1,13 @@
 """Every error kvferry raises, as one tree.
 
     KvferryError
-    ├── InvalidRequest      the client's request is wrong; names the field            400 / INVALID_ARGUMENT
-    │   └── UnknownModel    the model asked for is not served here                    404 / NOT_FOUND
+    ├── InvalidRequest      the request is wrong; names the field     400 / INVALID_ARGUMENT
+    │   └── UnknownModel    the model is not served here              404 / NOT_FOUND
     ├── RequestEnded        the request was stopped from outside
-    │   ├── Cancelled       by its client                                             499 / CANCELLED
-    │   └── DeadlineExceeded  by its own deadline                                     504 / DEADLINE_EXCEEDED
-    ├── Unavailable         nothing can serve it now; a later try may                 503 / UNAVAILABLE
-    │   ├── Overloaded      queues are full                                           429 / RESOURCE_EXHAUSTED
+    │   ├── Cancelled       by its client                             499 / CANCELLED
+    │   └── DeadlineExceeded  by its own deadline                     504 / DEADLINE_EXCEEDED
+    ├── Unavailable         nothing can serve it now, later maybe     503 / UNAVAILABLE
+    │   ├── Overloaded      queues are full                           429 / RESOURCE_EXHAUSTED
     │   └── AttemptFailed   one attempt failed; the router may dispatch another
     │       ├── WorkerLost  the session to a worker ended
     │       ├── WorkerBusy  the worker has no room for it just now
@@ -29,7 +29,7 @@ class KvferryError(Exception):
 
 
 class InvalidRequest(KvferryError):
-    """The request is wrong. ``field`` is its path as the client wrote it, like ``messages[1].content``."""
+    """The request is wrong. ``field`` is a path as the client wrote it: ``messages[1].content``."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")

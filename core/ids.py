@@ -1,7 +1,7 @@
 """Identities that cross process boundaries.
 
-A client's own request id is only ever echoed; everything inside uses the router-issued ``RequestId``,
-unique within one router incarnation (design: sections 2 and 4).
+A client's own request id is only ever echoed; everything inside uses the ``RequestId`` that the
+router issued, unique within one router incarnation.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BlockHash = NewType("BlockHash", bytes)
 
 
 class AttemptKey(NamedTuple):
-    """One dispatch of one request by one router process. A higher attempt makes lower ones stale."""
+    """One dispatch of one request by one router; a higher attempt makes lower ones stale."""
 
     router: Incarnation
     request: RequestId

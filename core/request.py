@@ -20,7 +20,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """One validated prompt. ``sampling.seed`` and ``sampling.max_tokens`` are filled in by the router's intake."""
+    """One validated prompt. The router's intake has filled in the seed and max_tokens."""
 
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
@@ -49,7 +49,7 @@ class TokenStep:
 
 @dataclass(slots=True, kw_only=True)
 class Timeline:
-    """Where one choice's time went, as durations in seconds, each measured by one process's own clock."""
+    """Where one choice's time went: seconds, each span measured by one process's own clock."""
 
     queue_s: float = 0.0
     """In the router's queue, until a (prefill, decode) pair was chosen."""

@@ -1,6 +1,6 @@
 """Sampling parameters: one model, validated once, for every API.
 
-Ranges follow the OpenAI API where it has the parameter, and the usual meaning in vLLM and SGLang elsewhere.
+Ranges follow the OpenAI API where it has the parameter, and vLLM's and SGLang's meaning elsewhere.
 """
 
 from __future__ import annotations
@@ -27,14 +27,22 @@ class SamplingParams(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    max_tokens: int | None = Field(None, ge=1, description="Output tokens at most; None: up to the context limit.")
-    min_tokens: int = Field(0, ge=0, description="No stop rule fires before this many output tokens.")
-    temperature: float = Field(1.0, ge=0.0, le=100.0, allow_inf_nan=False, description="0 is greedy.")
+    max_tokens: int | None = Field(
+        None, ge=1, description="Output tokens at most; None: up to the context limit."
+    )
+    min_tokens: int = Field(
+        0, ge=0, description="No stop rule fires before this many output tokens."
+    )
+    temperature: float = Field(
+        1.0, ge=0.0, le=100.0, allow_inf_nan=False, description="0 is greedy."
+    )
     top_k: int = Field(0, ge=0, description="Keep the k most likely tokens; 0 keeps all.")
     top_p: float = Field(1.0, gt=0.0, le=1.0, allow_inf_nan=False)
     min_p: float = Field(0.0, ge=0.0, le=1.0, allow_inf_nan=False)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64, description="None: the router draws one.")
-    n: int = Field(1, ge=1, le=MAX_CHOICES, description="Choices per prompt, each its own sample index.")
+    n: int = Field(
+        1, ge=1, le=MAX_CHOICES, description="Choices per prompt, each its own sample index."
+    )
     presence_penalty: float = Field(0.0, ge=-2.0, le=2.0, allow_inf_nan=False)
     frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0, allow_inf_nan=False)
     repetition_penalty: float = Field(1.0, gt=0.0, le=10.0, allow_inf_nan=False)
@@ -43,7 +51,10 @@ class SamplingParams(BaseModel):
     ignore_eos: bool = False
     logit_bias: dict[int, Bias] = Field(default_factory=dict, max_length=MAX_LOGIT_BIAS)
     logprobs: int | None = Field(
-        None, ge=0, le=MAX_LOGPROBS, description="Top log-probabilities per token; None: no log-probabilities."
+        None,
+        ge=0,
+        le=MAX_LOGPROBS,
+        description="Top log-probabilities per token; None: no log-probabilities.",
     )
 
     @field_validator("stop", "stop_token_ids", mode="before")
@@ -61,10 +72,14 @@ class SamplingParams(BaseModel):
         """Refuse token ids that the tokenizer does not have. Raises InvalidRequest."""
         for token in self.logit_bias:
             if not 0 <= token < vocab_size:
-                raise InvalidRequest(f"logit_bias.{token}", f"token id must be in [0, {vocab_size})")
+                raise InvalidRequest(
+                    f"logit_bias.{token}", f"token id must be in [0, {vocab_size})"
+                )
         for i, token in enumerate(self.stop_token_ids):
             if not 0 <= token < vocab_size:
-                raise InvalidRequest(f"stop_token_ids[{i}]", f"token id must be in [0, {vocab_size})")
+                raise InvalidRequest(
+                    f"stop_token_ids[{i}]", f"token id must be in [0, {vocab_size})"
+                )
 
 
 def parse_sampling(values: dict[str, Any]) -> SamplingParams:
@@ -82,7 +97,8 @@ def first_invalid(error: ValidationError) -> InvalidRequest:
     for part in problem["loc"]:
         if part == "[key]":
             continue
-        path += f"[{part}]" if isinstance(part, int) and path and not path.endswith("logit_bias") else f".{part}"
+        is_index = isinstance(part, int) and path not in ("", ".logit_bias")
+        path += f"[{part}]" if is_index else f".{part}"
     message = problem["msg"].removeprefix("Value error, ")
     if not path and message.startswith("min_tokens"):
         path = "min_tokens"

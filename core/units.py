@@ -22,6 +22,18 @@ def parse_bytes(value: Any) -> int:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
+def parse_address(text: str) -> tuple[str, int]:
+    """``HOST:PORT`` or ``[IPV6]:PORT`` as (host, port). Raises ValueError."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise ValueError(f"{text!r} is not an address; write HOST:PORT, for example 127.0.0.1:8000")
+    if host.startswith("[") and host.endswith("]"):
+        return host[1:-1], int(port)
+    if ":" in host:
+        raise ValueError(f"{text!r} is ambiguous; write an IPv6 address as [HOST]:PORT")
+    return host, int(port)
+
+
 def format_bytes(nbytes: int) -> str:
     """A number of bytes for people: ``23.6 MB``."""
     size = float(nbytes)

@@ -21,7 +21,9 @@ def generate(output: Path) -> list[Path]:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     with tempfile.TemporaryDirectory() as scratch:
         command = [sys.executable, "-m", "grpc_tools.protoc", f"-Ikvferry/proto={HERE}"]
-        command += [f"--{kind}_out={scratch}" for kind in ("python", "grpc_python", "mypy", "mypy_grpc")]
+        command += [
+            f"--{kind}_out={scratch}" for kind in ("python", "grpc_python", "mypy", "mypy_grpc")
+        ]
         command += [f"kvferry/proto/{source.name}" for source in sorted(HERE.glob("*.proto"))]
         subprocess.run(command, check=True, env={**os.environ, "PATH": path}, capture_output=True)
         written = sorted(Path(scratch, "kvferry", "proto").iterdir())

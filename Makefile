@@ -1,0 +1,64 @@
+# kvferry: set-up, demo, tests and checks. Run `make` for the list of targets.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+TYPED := build/typed/kvferry
+PACKAGES := core cache models kernels proto engine kv_transfer prefill_worker decode_worker \
+	router cluster client cli bench
+# On a terminal pip shows its own progress bars; in a log it stays quiet.
+PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check $$(test -t 1 || echo -q) -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test check format lint types fast proto docs clean
+
+help: ## Show this list
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
+
+install: $(STAMP) ## Create .venv and install kvferry with everything that its tests need
+
+# torch first and by itself: pip then picks the build that suits the machine before anything else asks for one.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+		echo "kvferry needs Python 3.11 or newer, and '$(PYTHON)' is not. Name one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@test -x $(BIN)/python || { echo "[1/3] creating $(VENV)"; $(PYTHON) -m venv $(VENV) || { \
+		echo "The venv module is missing. On Debian and Ubuntu: apt-get install python3-venv" >&2; rm -rf $(VENV); exit 1; }; }
+	@echo "[2/3] installing torch"
+	@$(PIP_INSTALL) torch==2.13.0
+	@echo "[3/3] installing kvferry and its dependencies"
+	@$(PIP_INSTALL) -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP) ## Serve the embedded model, answer one prompt, show where the time went, stop
+	@$(BIN)/kvferry demo
+
+test: $(STAMP) ## All tests
+	$(BIN)/pytest
+
+check: format lint types fast ## Format, lint, types and the fast tests, under a minute
+
+format: $(STAMP)
+	$(BIN)/ruff format --check .
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+
+# mypy cannot see through an editable install that maps folders to other names; a tree of links can be seen by all.
+types: $(STAMP)
+	@rm -rf build/typed && mkdir -p $(TYPED)
+	@for package in $(PACKAGES); do ln -s ../../../$$package $(TYPED)/$$package; done
+	MYPYPATH=build/typed $(BIN)/mypy -p kvferry
+
+fast: $(STAMP)
+	$(BIN)/pytest -q -m 'not cluster and not model and not gpu'
+
+proto: $(STAMP) ## Regenerate the stubs in proto/
+	$(BIN)/python proto/generate.py
+
+docs: $(STAMP) ## Regenerate docs/configuration.md
+	$(BIN)/python docs/generate.py
+
+clean: ## Remove caches and build outputs; keeps .venv
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

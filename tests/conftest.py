@@ -1,0 +1,121 @@
+"""Rules that hold in every test: seeded, on poisoned memory, nothing left behind."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+
+settings.register_profile("kvferry", print_blob=True, derandomize=False, deadline=None)
+settings.load_profile("kvferry")
+
+LINGER_S = 5.0
+"""How long children and threads that were told to stop may take to be gone."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seed", type=int, default=None, help="repeat a run with its random seed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.seed is None:
+        config.option.seed = random.SystemRandom().randrange(2**32)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"random seed: {config.option.seed} (repeat with --seed {config.option.seed})"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    wanting = [item for item in items if item.get_closest_marker("gpu")]
+    if not wanting:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in wanting:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def seeded(request: pytest.FixtureRequest) -> int:
+    """Seeds every generator that is loaded, the same for each test whatever runs before it."""
+    seed: int = request.config.option.seed
+    random.seed(seed)
+    np.random.seed(seed)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(seed)
+    return seed
+
+
+@pytest.fixture(autouse=True)
+def poisoned_empty() -> None:
+    """Memory that nobody wrote holds NaN, or for integers a loud pattern, once torch is loaded."""
+    torch = sys.modules.get("torch")
+    if torch is None or hasattr(torch.empty, "poisoned"):
+        return
+    for name in ("empty", "empty_like", "empty_strided"):
+        setattr(torch, name, _poisoning(torch, getattr(torch, name)))
+
+
+def _poisoning(torch: Any, make: Callable[..., Any]) -> Callable[..., Any]:
+    def poisoned(*args: Any, **kwargs: Any) -> Any:
+        tensor = make(*args, **kwargs)
+        with torch.no_grad():
+            if tensor.is_floating_point():
+                tensor.fill_(torch.nan)
+            elif not tensor.is_complex() and tensor.dtype != torch.bool:
+                tensor.fill_(torch.iinfo(tensor.dtype).max - 0x2A)
+        return tensor
+
+    poisoned.poisoned = True  # type: ignore[attr-defined]
+    return poisoned
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A module's tests end the child processes and threads that they start."""
+    children, threads = _children(), set(threading.enumerate())
+    yield
+    if request.node.get_closest_marker("cluster"):
+        return
+    deadline = time.monotonic() + LINGER_S
+    while (left := _left(children, threads)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not left, f"left behind: {', '.join(left)}"
+
+
+def _left(children: set[int], threads: set[threading.Thread]) -> list[str]:
+    found = [f"process {pid} ({_command(pid)})" for pid in _children() - children]
+    found += [
+        f"thread {thread.name}"
+        for thread in set(threading.enumerate()) - threads
+        if not thread.daemon and thread.is_alive()
+    ]
+    return [name for name in found if "resource_tracker" not in name]
+
+
+def _children() -> set[int]:
+    """Process ids of this process's children; empty where /proc does not tell."""
+    found: set[int] = set()
+    for task in Path("/proc/self/task").glob("*/children"):
+        try:
+            found.update(int(pid) for pid in task.read_text().split())
+        except OSError:
+            continue
+    return found
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip() or "zombie"
+    except OSError:
+        return "gone"

@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import inspect
+import re
+
+from kvferry.core import errors
+
+
+def drawn_tree() -> dict[str, str]:
+    """Child -> parent as the module's docstring draws it: depth is the column of the name."""
+    stack: list[tuple[int, str]] = []
+    parents: dict[str, str] = {}
+    for line in inspect.cleandoc(errors.__doc__ or "").splitlines():
+        match = re.match(r"[\s│├└─]*([A-Z][A-Za-z]+)\b", line)
+        if match is None or not hasattr(errors, match[1]):
+            continue
+        depth = match.start(1)
+        while stack and stack[-1][0] >= depth:
+            stack.pop()
+        if stack:
+            parents[match[1]] = stack[-1][1]
+        stack.append((depth, match[1]))
+    return parents
+
+
+def test_the_drawing_is_the_tree() -> None:
+    classes = {
+        name: cls
+        for name, cls in vars(errors).items()
+        if inspect.isclass(cls) and cls.__module__ == errors.__name__
+    }
+    real = {n: c.__bases__[0].__name__ for n, c in classes.items() if n != "KvferryError"}
+    assert drawn_tree() == real
