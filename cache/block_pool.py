@@ -1,0 +1,239 @@
+"""The one class that changes block states (design: section 3).
+
+              reserve              commit               publish (stays IN_USE, findable)
+      FREE ───────────▶ RESERVED ───────────▶ IN_USE ──────────────┐
+       ▲ ▲                 │ release            │ release, ref 0   │ release, ref 0, findable
+       │ └─────────────────┴────────────────────┤                  ▼
+       │ lift                                   │ fence pending  CACHED ──▶ IN_USE   acquire
+       └────────────────────────── FENCED ◀─────┘                  │
+      FREE ◀───────────────────────────────────────────────────────┘   evicted by reserve, leaf first LRU
+
+Fences. ``release(blocks, fence=token)`` says that an operation which names these blocks may still be running;
+``lift(token)`` says that it has completed. Until then the blocks are *pinned*, whatever else happens to them:
+
+* a pinned block without findable content waits in FENCED, never in FREE;
+* a pinned findable block goes to CACHED, may be found and acquired again (its content is final, and the running
+  operation at most reads it or writes the same bytes), but is not evicted, nor counted by ``num_free``;
+* a pin holds also on blocks that someone else still references, so that a later release cannot free them early;
+* pins of several fences add up; a block is free of pins when all of them are lifted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.cache.prefix_index import CacheEvents, PrefixIndex
+from kvferry.core.ids import BlockHash, BlockId
+
+
+class BlockState(Enum):
+    """Exactly one per block."""
+
+    FREE = "free"
+    RESERVED = "reserved"
+    IN_USE = "in_use"
+    CACHED = "cached"
+    FENCED = "fenced"
+
+
+class BlockStateError(AssertionError):
+    """A caller broke the rules of the pool: a defect of this program, never of a request."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCounts:
+    """Blocks per state; the sum is the size of the pool, always."""
+
+    free: int
+    reserved: int
+    in_use: int
+    cached: int
+    fenced: int
+
+    @property
+    def total(self) -> int:
+        return self.free + self.reserved + self.in_use + self.cached + self.fenced
+
+
+class BlockPool:
+    """States, references, generations and findability of ``num_blocks`` blocks. No tensors, no locks."""
+
+    def __init__(self, num_blocks: int, *, prefix_cache: bool = True) -> None:
+        if num_blocks < 1:
+            raise BlockStateError(f"a pool needs at least one block, not {num_blocks}")
+        self.num_blocks = num_blocks
+        self.prefix_cache = prefix_cache
+        self.generations: NDArray[np.uint32] = np.zeros(num_blocks, dtype=np.uint32)
+        """Raised at every allocation; leases record it, and pack and scatter compare it."""
+        self._index = PrefixIndex()
+        self._states = [BlockState.FREE] * num_blocks
+        self._refs = [0] * num_blocks
+        self._pins = [0] * num_blocks
+        self._fences: dict[Hashable, list[BlockId]] = {}
+        self._free = [BlockId(i) for i in reversed(range(num_blocks))]
+        self._counts = dict.fromkeys(BlockState, 0)
+        self._counts[BlockState.FREE] = num_blocks
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that ``reserve`` could hand out now: FREE, and CACHED ones that nothing pins."""
+        return len(self._free) + self._index.num_evictable
+
+    def counts(self) -> BlockCounts:
+        counts = self._counts
+        return BlockCounts(
+            free=counts[BlockState.FREE],
+            reserved=counts[BlockState.RESERVED],
+            in_use=counts[BlockState.IN_USE],
+            cached=counts[BlockState.CACHED],
+            fenced=counts[BlockState.FENCED],
+        )
+
+    def state(self, block: BlockId) -> BlockState:
+        return self._states[block]
+
+    def ref_count(self, block: BlockId) -> int:
+        return self._refs[block]
+
+    def match(self, hashes: Sequence[BlockHash]) -> list[BlockId]:
+        """Blocks of the longest findable prefix of a chain. Changes nothing; ``acquire`` before anything else."""
+        return self._index.match(hashes)
+
+    def num_free_among(self, blocks: Iterable[BlockId]) -> int:
+        """How many of these ``num_free`` counts: what ``acquire(blocks)`` takes from it."""
+        return sum(map(self._index.is_evictable, blocks))
+
+    def acquire(self, blocks: Iterable[BlockId]) -> None:
+        """Take one reference on each: found blocks, or blocks of another sequence that are shared."""
+        for block in blocks:
+            state = self._states[block]
+            if state is BlockState.CACHED:
+                self._index.withdraw(block)
+                self._move(block, BlockState.IN_USE)
+            elif state is not BlockState.IN_USE:
+                raise BlockStateError(f"block {block} is {state.name}: it cannot be acquired")
+            self._refs[block] += 1
+
+    def reserve(self, count: int) -> list[BlockId] | None:
+        """FREE -> RESERVED for ``count`` blocks, evicting CACHED ones as needed; all of them or None."""
+        if count > self.num_free:
+            return None
+        while len(self._free) < count:
+            self._evict()
+        blocks = [self._free.pop() for _ in range(count)]
+        for block in blocks:
+            self._move(block, BlockState.RESERVED)
+        self.generations[blocks] += np.uint32(1)
+        return blocks
+
+    def commit(self, blocks: Iterable[BlockId]) -> None:
+        """RESERVED -> IN_USE with one reference."""
+        for block in blocks:
+            if self._states[block] is not BlockState.RESERVED:
+                raise BlockStateError(f"block {block} is {self._states[block].name}, not RESERVED")
+            self._move(block, BlockState.IN_USE)
+            self._refs[block] = 1
+
+    def allocate(self, count: int) -> list[BlockId] | None:
+        """``reserve`` and ``commit`` in one: blocks with one reference, or None."""
+        blocks = self.reserve(count)
+        if blocks is not None:
+            self.commit(blocks)
+        return blocks
+
+    def publish(self, block: BlockId, block_hash: BlockHash, parent_hash: BlockHash) -> bool:
+        """Make a full, computed or verified IN_USE block findable; True when others now find this very block.
+
+        A sequence publishes in order, parents first. Where another block holds the hash already, this one
+        stays an anonymous copy (and takes over if the other is evicted first). Saying it twice is harmless.
+        """
+        if not self.prefix_cache:
+            return False
+        if self._states[block] is not BlockState.IN_USE:
+            raise BlockStateError(f"block {block} is {self._states[block].name}, not IN_USE")
+        known = self._index.hash_of(block)
+        if known is not None:
+            if known != block_hash:
+                raise BlockStateError(f"block {block} is already published under another hash")
+            return self._index.is_findable(block)
+        return self._index.add(block, block_hash, parent_hash)
+
+    def release(self, blocks: Sequence[BlockId], fence: Hashable | None = None) -> None:
+        """Drop one reference on each, or end its reservation. ``blocks`` in table order, first to last.
+
+        ``fence``: see the head of this file; None means that nothing launched names these blocks any more.
+        """
+        pinned = self._fences.setdefault(fence, []) if fence is not None and blocks else None
+        # Last to first, so that of one chain the deepest block is the first to be evicted.
+        for block in reversed(blocks):
+            state = self._states[block]
+            if state is BlockState.IN_USE:
+                self._refs[block] -= 1
+            elif state is not BlockState.RESERVED:
+                raise BlockStateError(f"block {block} is {state.name}: it has no holder to release")
+            if pinned is not None:
+                self._pins[block] += 1
+                pinned.append(block)
+            if not self._refs[block]:
+                self._let_go(block)
+
+    def lift(self, fence: Hashable) -> None:
+        """The operation behind this fence has completed. A fence that holds nothing is no error."""
+        for block in self._fences.pop(fence, ()):
+            self._pins[block] -= 1
+            if self._pins[block]:
+                continue
+            if self._states[block] is BlockState.FENCED:
+                self._set_free(block)
+            elif self._states[block] is BlockState.CACHED:
+                self._index.offer(block)
+
+    @property
+    def num_fences(self) -> int:
+        """Fences that pin at least one block."""
+        return len(self._fences)
+
+    def drain_events(self) -> CacheEvents:
+        """Net changes of the findable hashes since the last call."""
+        return self._index.drain_events()
+
+    def snapshot(self) -> list[BlockHash]:
+        """All findable hashes, parents before children; undrained events are already in it."""
+        return self._index.snapshot()
+
+    def _let_go(self, block: BlockId) -> None:
+        if self._index.is_findable(block):
+            self._move(block, BlockState.CACHED)
+            if not self._pins[block]:
+                self._index.offer(block)
+        elif self._pins[block]:
+            self._move(block, BlockState.FENCED)
+        else:
+            self._set_free(block)
+
+    def _set_free(self, block: BlockId) -> None:
+        # A fenced copy is remembered until here: its content is valid as long as nothing overwrites it.
+        if self._index.hash_of(block) is not None:
+            self._index.forget_copy(block)
+        self._move(block, BlockState.FREE)
+        self._free.append(block)
+
+    def _evict(self) -> None:
+        try:
+            block, heir = self._index.evict()
+        except LookupError:
+            raise BlockStateError("a child block is held without its parent") from None
+        self._move(block, BlockState.FREE)
+        self._free.append(block)
+        if heir is not None and self._states[heir] is BlockState.FENCED:
+            self._move(heir, BlockState.CACHED)
+
+    def _move(self, block: BlockId, state: BlockState) -> None:
+        self._counts[self._states[block]] -= 1
+        self._counts[state] += 1
+        self._states[block] = state

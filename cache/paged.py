@@ -1,0 +1,89 @@
+"""The paged KV tensors of one worker.
+
+Shapes: L num_layers, N num_blocks, B block_size, H num_kv_heads, D head_dim.
+Slot of token t of a sequence: ``block_table[t // B] * B + t % B``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kvferry.core.errors import ConfigError
+from kvferry.core.units import format_bytes
+
+MIN_BLOCKS = 4
+
+
+@dataclass(slots=True, eq=False)
+class PagedKV:
+    """Keys (index 0) and values (index 1) of all layers, in blocks."""
+
+    tensor: torch.Tensor
+    """[L, 2, N, B, H, D]"""
+
+    @classmethod
+    def allocate(
+        cls,
+        *,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        num_blocks: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> PagedKV:
+        """A zeroed cache: what is stale is finite, so that masked positions stay without effect."""
+        shape = (num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim)
+        return cls(torch.zeros(shape, dtype=dtype, device=device))
+
+    @property
+    def num_layers(self) -> int:
+        return self.tensor.shape[0]
+
+    @property
+    def num_blocks(self) -> int:
+        return self.tensor.shape[2]
+
+    @property
+    def block_size(self) -> int:
+        return self.tensor.shape[3]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.tensor.shape[4]
+
+    @property
+    def head_dim(self) -> int:
+        return self.tensor.shape[5]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """View [L, 2, N * B, H, D] that shares memory with ``tensor``."""
+        return self.tensor.flatten(2, 3)
+
+
+def block_nbytes(
+    *, num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype
+) -> int:
+    """Bytes of one block: keys and values of all layers."""
+    return num_layers * 2 * block_size * num_kv_heads * head_dim * dtype.itemsize
+
+
+def num_blocks_for(budget_nbytes: int, nbytes_per_block: int, *, key: str = "kv_memory") -> int:
+    """Blocks that fit a budget. Raises ConfigError naming ``key`` when fewer than four do."""
+    count = budget_nbytes // nbytes_per_block
+    if count < MIN_BLOCKS:
+        raise ConfigError(
+            key,
+            f"{format_bytes(budget_nbytes)} holds {count} KV blocks of {format_bytes(nbytes_per_block)}; "
+            f"at least {MIN_BLOCKS} are needed: set it to {MIN_BLOCKS * nbytes_per_block} or more, "
+            "or use a smaller block_size",
+        )
+    return count
