@@ -1,0 +1,1 @@
+"""Measurements: one module per claim, all writing one report format."""

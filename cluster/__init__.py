@@ -1,0 +1,1 @@
+"""The one builder and supervisor: configuration in, running actors and addresses out."""

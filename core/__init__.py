@@ -1,0 +1,1 @@
+"""Types that every part speaks: configuration, requests, sampling parameters, ids, errors."""

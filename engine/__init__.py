@@ -1,0 +1,1 @@
+"""What both kinds of worker share: step plans, the step loop, runner, sampler, session."""

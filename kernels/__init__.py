@@ -1,0 +1,1 @@
+"""Compute that is worth its own code: each a reference, a fast version and a wrapper."""

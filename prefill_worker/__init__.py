@@ -1,0 +1,1 @@
+"""The worker that turns prompts into KV cache and a first token."""

@@ -1,0 +1,1 @@
+"""The gRPC protocols: the public API and the session between router and worker."""

@@ -1,0 +1,1 @@
+"""The two APIs, the queue, the choice of workers and the life of every request."""
