@@ -6,15 +6,18 @@
        │ └─────────────────┴────────────────────┤                  ▼
        │ lift                                   │ fence pending  CACHED ──▶ IN_USE   acquire
        └────────────────────────── FENCED ◀─────┘                  │
-      FREE ◀───────────────────────────────────────────────────────┘   evicted by reserve, leaf first LRU
+      FREE ◀───────────────────────────────────────────────────────┘   evicted by reserve
 
-Fences. ``release(blocks, fence=token)`` says that an operation which names these blocks may still be running;
-``lift(token)`` says that it has completed. Until then the blocks are *pinned*, whatever else happens to them:
+Fences. ``release(blocks, fence=token)`` says that an operation which names these blocks may still
+be running; ``lift(token)`` says that it has completed. Until then the blocks are *pinned*, whatever
+else happens to them:
 
 * a pinned block without findable content waits in FENCED, never in FREE;
-* a pinned findable block goes to CACHED, may be found and acquired again (its content is final, and the running
-  operation at most reads it or writes the same bytes), but is not evicted, nor counted by ``num_free``;
-* a pin holds also on blocks that someone else still references, so that a later release cannot free them early;
+* a pinned findable block goes to CACHED, may be found and acquired again (its content is final, and
+  the running operation at most reads it or writes the same bytes), but is not evicted, nor counted
+  by ``num_free``;
+* a pin holds also on blocks that someone else still references, so that a later release cannot free
+  them early;
 * pins of several fences add up; a block is free of pins when all of them are lifted.
 """
 
@@ -61,7 +64,7 @@ class BlockCounts:
 
 
 class BlockPool:
-    """States, references, generations and findability of ``num_blocks`` blocks. No tensors, no locks."""
+    """States, references, generations and findability of blocks. No tensors, no locks."""
 
     def __init__(self, num_blocks: int, *, prefix_cache: bool = True) -> None:
         if num_blocks < 1:
@@ -101,7 +104,7 @@ class BlockPool:
         return self._refs[block]
 
     def match(self, hashes: Sequence[BlockHash]) -> list[BlockId]:
-        """Blocks of the longest findable prefix of a chain. Changes nothing; ``acquire`` before anything else."""
+        """Blocks of the longest findable prefix of a chain. Takes no reference: acquire next."""
         return self._index.match(hashes)
 
     def num_free_among(self, blocks: Iterable[BlockId]) -> int:
@@ -109,7 +112,7 @@ class BlockPool:
         return sum(map(self._index.is_evictable, blocks))
 
     def acquire(self, blocks: Iterable[BlockId]) -> None:
-        """Take one reference on each: found blocks, or blocks of another sequence that are shared."""
+        """Take one reference on each: found blocks, or blocks shared with another sequence."""
         for block in blocks:
             state = self._states[block]
             if state is BlockState.CACHED:
@@ -120,7 +123,7 @@ class BlockPool:
             self._refs[block] += 1
 
     def reserve(self, count: int) -> list[BlockId] | None:
-        """FREE -> RESERVED for ``count`` blocks, evicting CACHED ones as needed; all of them or None."""
+        """FREE -> RESERVED, evicting CACHED blocks as needed: all ``count`` blocks, or None."""
         if count > self.num_free:
             return None
         while len(self._free) < count:
@@ -147,10 +150,11 @@ class BlockPool:
         return blocks
 
     def publish(self, block: BlockId, block_hash: BlockHash, parent_hash: BlockHash) -> bool:
-        """Make a full, computed or verified IN_USE block findable; True when others now find this very block.
+        """Make a full, computed or verified IN_USE block findable; True when it is the one found.
 
-        A sequence publishes in order, parents first. Where another block holds the hash already, this one
-        stays an anonymous copy (and takes over if the other is evicted first). Saying it twice is harmless.
+        A sequence publishes in order, parents first. Where another block holds the hash already,
+        this one stays an anonymous copy (and takes over if the other is evicted first). Saying it
+        twice is harmless.
         """
         if not self.prefix_cache:
             return False
@@ -164,9 +168,10 @@ class BlockPool:
         return self._index.add(block, block_hash, parent_hash)
 
     def release(self, blocks: Sequence[BlockId], fence: Hashable | None = None) -> None:
-        """Drop one reference on each, or end its reservation. ``blocks`` in table order, first to last.
+        """Drop one reference on each, or end its reservation.
 
-        ``fence``: see the head of this file; None means that nothing launched names these blocks any more.
+        ``blocks`` are in table order, first to last. ``fence``: see the head of this file; None
+        means that nothing launched names these blocks any more.
         """
         pinned = self._fences.setdefault(fence, []) if fence is not None and blocks else None
         # Last to first, so that of one chain the deepest block is the first to be evicted.
@@ -217,7 +222,7 @@ class BlockPool:
             self._set_free(block)
 
     def _set_free(self, block: BlockId) -> None:
-        # A fenced copy is remembered until here: its content is valid as long as nothing overwrites it.
+        # A fenced copy is remembered until here: nothing has overwritten it.
         if self._index.hash_of(block) is not None:
             self._index.forget_copy(block)
         self._move(block, BlockState.FREE)

@@ -1,7 +1,7 @@
-"""Identity of KV blocks: a chain hash over content, equal in all processes and restarts (design: section 3).
+"""Identity of KV blocks: a chain hash over content, equal in all processes and restarts.
 
-``H(parent, token ids)`` from a root that binds everything else the KV depends on. Python's own ``hash`` is
-never used: it is seeded per process, and router and workers would silently never agree.
+``H(parent, token ids)`` from a root that binds everything else the KV depends on. Python's own
+``hash`` is never used: it is seeded per process, and router and workers would silently never agree.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def root_hash(
 ) -> BlockHash:
     """Where a chain starts: equal only where KV of equal tokens is interchangeable.
 
-    ``weights_digest`` covers weights and configuration, ``adapter`` names an adapter and its load generation,
-    ``kv_flavour`` is the element type and scaling of the cache. Each field is tagged and length-prefixed, so
-    that no two different lists of fields give the same bytes.
+    ``weights_digest`` covers weights and configuration, ``adapter`` names an adapter and its load
+    generation, ``kv_flavour`` is the element type and scaling of the cache. Each field is tagged
+    and length-prefixed, so that no two different lists of fields give the same bytes.
     """
     state = blake2b(digest_size=DIGEST_BYTES, key=_KEY, person=_ROOT)
     fields = {

@@ -80,10 +80,11 @@ def num_blocks_for(budget_nbytes: int, nbytes_per_block: int, *, key: str = "kv_
     """Blocks that fit a budget. Raises ConfigError naming ``key`` when fewer than four do."""
     count = budget_nbytes // nbytes_per_block
     if count < MIN_BLOCKS:
+        least = MIN_BLOCKS * nbytes_per_block
         raise ConfigError(
             key,
-            f"{format_bytes(budget_nbytes)} holds {count} KV blocks of {format_bytes(nbytes_per_block)}; "
-            f"at least {MIN_BLOCKS} are needed: set it to {MIN_BLOCKS * nbytes_per_block} or more, "
-            "or use a smaller block_size",
+            f"{format_bytes(budget_nbytes)} is room for {count} KV blocks of "
+            f"{format_bytes(nbytes_per_block)}, and at least {MIN_BLOCKS} are needed: "
+            f"set it to {least} or more, or make block_size smaller",
         )
     return count

@@ -1,15 +1,16 @@
 """Which blocks are findable, under which hash, and which of them to give up first.
 
-    hash -> Entry(block, parent, copies)     the map that a request's own hashes are walked along
-    parent -> number of findable children    leaf first: a block with findable children is not given up
-    evictable                                cached blocks that nothing holds, longest unused first
+    hash -> Entry(block, parent, copies)    the map that a request's own hashes are walked along
+    parent -> number of findable children   leaf first: only blocks without any are given up
+    evictable                               cached blocks that nothing holds, longest unused first
 
 NOTE on order. Whoever uses a block also uses its parents, and releases them together, deeper blocks
-first. So in order of release a child always stands before its parent, and plain LRU is leaf first. The one
-exception is a *copy*: two sequences fill the same block; the first is findable, the second stays anonymous and
-is remembered here. Freeing a copy therefore refreshes the findable block; and when the findable one is given up
-while a copy is still held, the copy takes over its hash. With this, every evictable block can be given up at
-some point without touching a block that is held, so their number is exactly what can be allocated.
+first. So in order of release a child always stands before its parent, and plain LRU is leaf first.
+The one exception is a *copy*: two sequences fill the same block; the first is findable, the second
+stays anonymous and is remembered here. Freeing a copy therefore refreshes the findable block; and
+when the findable one is given up while a copy is still held, the copy takes over its hash. With
+this, every evictable block can be given up at some point without touching a block that is held, so
+their number is exactly what can be allocated.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class PrefixIndex:
         return block_hash is not None and self._entries[block_hash].block == block
 
     def add(self, block: BlockId, block_hash: BlockHash, parent: BlockHash) -> bool:
-        """Make a block findable; False when the hash is taken, which leaves it an anonymous copy."""
+        """Make a block findable; False when the hash is taken, which leaves it an unnamed copy."""
         self._hash_of[block] = block_hash
         entry = self._entries.get(block_hash)
         if entry is not None:
@@ -86,7 +87,7 @@ class PrefixIndex:
         return True
 
     def offer(self, block: BlockId) -> None:
-        """A findable block is held by nothing: it may be given up, after all that were offered before."""
+        """A findable block is held by nothing: it may be given up, after those offered before."""
         self._evictable[block] = None
 
     def withdraw(self, block: BlockId) -> None:
@@ -105,7 +106,7 @@ class PrefixIndex:
             self._evictable[entry.block] = None
 
     def evict(self) -> tuple[BlockId, BlockId | None]:
-        """Give up the longest unused leaf: (that block, the copy that took over its hash if there was one).
+        """Give up the longest unused leaf: (that block, the copy that takes over its hash or None).
 
         Raises LookupError when no block can be given up.
         """
@@ -130,7 +131,7 @@ class PrefixIndex:
         return None
 
     def drain_events(self) -> CacheEvents:
-        """Net changes since the last call. Nothing is lost between calls, and the memory for it is bounded."""
+        """Net changes since the last call; at most twice the pool's size waits to be drained."""
         events = CacheEvents(list(self._added), list(self._removed))
         self._added.clear()
         self._removed.clear()

@@ -1,9 +1,10 @@
 """Runners without a model, for tests and benches.
 
-``FakeRunner`` keeps the contract of the paged cache honest: the KV it writes spells out (token, position, layer,
-head), before each step it checks that the whole context in the cache spells what it must, and the token it yields
-is a hash of all the tokens read back from there. A block that is missing, stale, shared wrongly or transferred
-wrongly therefore raises, or changes the output. ``FastFakeRunner`` touches no tensors.
+``FakeRunner`` keeps the contract of the paged cache honest: the KV it writes spells out (token,
+position, layer, head), before each step it checks that the whole context in the cache spells what
+it must, and the token it yields is a hash of all the tokens read back from there. A block that is
+missing, stale, shared wrongly or transferred wrongly therefore raises, or changes the output.
+``FastFakeRunner`` touches no tensors.
 """
 
 from __future__ import annotations
@@ -49,10 +50,12 @@ def fake_output(
 
 
 class FakeRunner:
-    """Runner whose model is :func:`fake_next_token`, on a real paged cache with head_dim 4 (float32 or float64).
+    """Runner whose model is :func:`fake_next_token`, on a real paged cache with head_dim 4.
 
-    ``before_execute`` runs before anything is read, ``delay`` after the KV is written and before the result returns.
-    Raises WrongKV.
+    The cache is float32 or float64, so that token ids are exact.
+
+    ``before_execute`` runs before anything is read, ``delay`` after the KV is written and before
+    the result returns. Raises WrongKV.
     """
 
     def __init__(
@@ -135,7 +138,7 @@ class FakeRunner:
         return tokens
 
     def _encode(self, tokens: NDArray[np.int64], start: int) -> NDArray[Any]:
-        """KV of tokens at positions from ``start``: [L, 2, num_tokens, H, 4]; values are -(key + 1)."""
+        """KV [L, 2, num_tokens, H, 4] of tokens from position ``start``; values are -(key + 1)."""
         kv = self._kv
         shape = (kv.num_layers, 2, len(tokens), kv.num_kv_heads, FAKE_HEAD_DIM)
         spelled = np.empty(shape, dtype=self._slots.dtype)
