@@ -25,7 +25,7 @@ def is_kernel(module: Module, function: Function) -> bool:
 
 def is_command(function: Function) -> bool:
     """A command line's options are its parameters; typer reads them from the signature."""
-    return any(".command" in ast.unparse(decorator) for decorator in function.decorator_list)
+    return "typer." in ast.unparse(function.args)
 
 
 def lines(function: Function) -> int:

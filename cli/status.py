@@ -1,0 +1,66 @@
+"""``kvferry status``: pools, workers, blocks by state and load of a running server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Annotated
+
+import typer
+from google.protobuf.json_format import MessageToDict
+from rich.table import Table
+
+from kvferry.cli.console import stdout
+from kvferry.cli.generate import DEFAULT_TARGET, Target
+from kvferry.client.client import KvferryClient
+from kvferry.proto import kvferry_pb2 as pb
+
+BLOCK_STATES = ("free", "reserved", "in_use", "cached", "fenced")
+
+
+def status(
+    target: Target = DEFAULT_TARGET,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Show the pools of a running server. Exits with 1 when it is not ready."""
+    answer = asyncio.run(ask_status(target))
+    if as_json:
+        print(json.dumps(status_json(answer)))
+    else:
+        print_status(answer)
+    if not answer.ready:
+        raise typer.Exit(1)
+
+
+async def ask_status(target: str) -> pb.StatusResponse:
+    async with KvferryClient(target) as client:
+        return await client.status()
+
+
+def status_json(answer: pb.StatusResponse) -> dict[str, object]:
+    """The message as plain values, zeros included."""
+    return MessageToDict(
+        answer, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+
+
+def print_status(answer: pb.StatusResponse) -> None:
+    console = stdout()
+    state = "ready" if answer.ready else f"not ready: {answer.reason}"
+    line = f"{answer.model}: {state}; {answer.queued} queued, {answer.running} running"
+    console.print(line, markup=False)
+    console.print(status_table(answer))
+
+
+def status_table(answer: pb.StatusResponse) -> Table:
+    """One row per worker, prefill first."""
+    table = Table("worker", "role", "state", "running", "waiting", "steps", "block size")
+    for name in BLOCK_STATES:
+        table.add_column(name.replace("_", " "), justify="right")
+    for worker in sorted(answer.workers, key=lambda w: (w.role != "prefill", w.worker_id)):
+        load = (worker.running, worker.waiting, worker.steps, worker.block_size)
+        blocks = (getattr(worker.blocks, name) for name in BLOCK_STATES)
+        table.add_row(
+            worker.worker_id, worker.role, worker.state, *(f"{n:,}" for n in (*load, *blocks))
+        )
+    return table
