@@ -1,0 +1,68 @@
+"""A step's plan as the tensors that the model and its attention take.
+
+Shapes: S num_seqs, T num_tokens, R num_sampled. All index arithmetic is vectorised over sequences
+and tokens: this runs in every step, beside the scheduler.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kvferry.engine.plan import Int32, Int64, StepPlan
+
+
+@dataclass(slots=True, eq=False)
+class StepTensors:
+    """Tensors on the device, and the numpy arrays from which attention plans its work."""
+
+    token_ids: torch.Tensor
+    """int64 [T]"""
+    positions: torch.Tensor
+    """int64 [T]"""
+    slots: torch.Tensor
+    """int64 [T]: where each token's K and V are written."""
+    sampled_tokens: torch.Tensor
+    """int64 [R]: indexes into the T tokens whose hidden states get logits."""
+    query_starts: Int64
+    """[S + 1]: tokens query_starts[s] : query_starts[s + 1] belong to sequence s."""
+    context_lens: Int32
+    """[S]"""
+    block_tables: Int32
+    """[S, max_blocks]"""
+
+    @classmethod
+    def build(cls, plan: StepPlan, block_size: int, device: torch.device | str) -> StepTensors:
+        query_starts = np.zeros(len(plan.query_lens) + 1, dtype=np.int64)
+        np.cumsum(plan.query_lens, out=query_starts[1:])
+        positions = np.arange(len(plan.token_ids), dtype=np.int64)
+        positions += np.repeat(plan.context_lens - query_starts[:-1], plan.query_lens)
+        seqs = np.repeat(np.arange(len(plan.query_lens)), plan.query_lens)
+        slots = plan.block_tables[seqs, positions // block_size].astype(np.int64) * block_size
+        slots += positions % block_size
+        return cls(
+            token_ids=torch.from_numpy(plan.token_ids).to(device),
+            positions=torch.from_numpy(positions).to(device),
+            slots=torch.from_numpy(slots).to(device),
+            sampled_tokens=torch.from_numpy(query_starts[1:][plan.sampled] - 1).to(device),
+            query_starts=query_starts,
+            context_lens=plan.context_lens,
+            block_tables=plan.block_tables,
+        )
+
+
+def token_slots(block_tables: Int32, lengths: Int64, block_size: int) -> Int64:
+    """Slots of the first ``lengths[s]`` tokens of each sequence, [S, max(lengths)].
+
+    Entries past a sequence's length repeat its last slot: whoever reads them reads the sequence's
+    own values, so that a mask makes them harmless whatever other blocks hold.
+    """
+    longest = int(lengths.max())
+    starts = block_tables[:, : -(-longest // block_size), None].astype(np.int64) * block_size
+    slots: Int64 = (starts + np.arange(block_size)).reshape(len(lengths), -1)[:, :longest]
+    last = slots[np.arange(len(lengths)), lengths - 1]
+    padding = np.arange(longest) >= lengths[:, None]
+    np.copyto(slots, last[:, None], where=padding)
+    return slots
