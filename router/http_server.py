@@ -1,0 +1,65 @@
+"""Runs an ASGI application inside the caller's event loop and signal handling."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from kvferry.core.errors import StartupError
+
+BACKLOG = 1024
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers: the process that runs the router has its own."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class HttpServer:
+    """One listening HTTP server. ``port`` is the real one, also when 0 was asked for."""
+
+    def __init__(self, server: uvicorn.Server, listener: socket.socket) -> None:
+        self._server = server
+        self._listener = listener
+        self.host, self.port = listener.getsockname()[:2]
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Begin to serve. Connections made since the server was built wait in the listener."""
+        self._task = asyncio.create_task(self._server.serve(sockets=[self._listener]))
+
+    async def stop(self) -> None:
+        """Take no new connections; answers under way may end within the grace time."""
+        self._server.should_exit = True
+        if self._task is not None:
+            await self._task
+        self._listener.close()
+
+
+def make_http_server(app: ASGIApp, host: str, port: int, *, grace_s: float = 10.0) -> HttpServer:
+    """Listen on ``host:port``. Raises StartupError when that is not possible."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise StartupError(
+            f"router.http: cannot listen on {host}:{port}: {error.strerror or error}; "
+            "choose another address with --http HOST:PORT, or port 0 for a free one"
+        ) from None
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        timeout_graceful_shutdown=max(1, round(grace_s)),
+    )
+    return HttpServer(_Server(config), listener)
