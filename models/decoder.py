@@ -100,7 +100,10 @@ class Trunk(nn.Module):
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size)
+        # Given its weight, an embedding skips the random start that it would run even on meta.
+        self.embed_tokens = nn.Embedding.from_pretrained(
+            torch.empty(spec.vocab_size, spec.hidden_size)
+        )
         self.layers = nn.ModuleList(Layer(spec, i) for i in range(spec.num_layers))
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
 

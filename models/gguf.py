@@ -86,7 +86,7 @@ class GgufFile:
         else:
             try:
                 values = gguf.quants.dequantize(stored.data, stored.tensor_type)
-            except NotImplementedError:
+            except RuntimeError:  # what the gguf package says to an unknown type
                 kind = stored.tensor_type.name
                 raise ModelLoadError(
                     f"{self.path}: tensor {stored.name} has unsupported type {kind}"

@@ -42,11 +42,13 @@ class Tokenizer:
 
     @property
     def bos_token_id(self) -> int | None:
-        return self._tokenizer.bos_token_id
+        token_id: int | None = self._tokenizer.bos_token_id
+        return token_id
 
     @property
     def eos_token_id(self) -> int | None:
-        return self._tokenizer.eos_token_id
+        token_id: int | None = self._tokenizer.eos_token_id
+        return token_id
 
     @property
     def has_chat_template(self) -> bool:
@@ -92,4 +94,5 @@ class Tokenizer:
 
     def token(self, token_id: int) -> str | None:
         """The vocabulary's own spelling of an id; None for an id it does not have."""
-        return self._tokenizer.convert_ids_to_tokens(token_id)
+        token: str | None = self._tokenizer.convert_ids_to_tokens(token_id)
+        return token
