@@ -13,6 +13,8 @@
     │       ├── WorkerBusy  the worker has no room for it just now
     │       ├── Preempted   the decode worker gave the sequence back for lack of blocks
     │       └── TransferFailed  KV did not arrive whole and verified
+    │           └── LinkLost  the link to the peer broke; a new one may carry on
+    │               └── LinkRefused  the peer is gone or refuses; trying again is useless
     ├── StartupError        the system cannot start; says what to do
     │   ├── ConfigError     a configuration value is wrong; names the key
     │   └── ModelLoadError  a checkpoint is incomplete or unsupported; names the file or tensor
@@ -79,6 +81,14 @@ class Preempted(AttemptFailed):
 
 class TransferFailed(AttemptFailed):
     """The KV of a prompt did not arrive whole and verified."""
+
+
+class LinkLost(TransferFailed):
+    """The link to a peer of the KV plane broke. Its transfers may go on over a new one."""
+
+
+class LinkRefused(LinkLost):
+    """The peer is gone or will not have us; connecting again does not help."""
 
 
 class StartupError(KvferryError):

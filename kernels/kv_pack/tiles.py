@@ -1,0 +1,47 @@
+"""How a slab is cut into tiles: the unit of gather, digest and scatter.
+
+A slab is [rows, tokens, heads, head_dim] with rows = 2 x layers (K and V of each layer in turn). A
+tile is a run of whole rows, or of tokens of one row, of about TILE_BYTES: small enough that the
+digest reads bytes that are still in the cache. Both sides derive the same tiles from the slab's
+shape alone; block sizes play no part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+TILE_BYTES = 256 * 1024
+
+
+class Tile(NamedTuple):
+    """Rows [row_begin, row_end) x tokens [token_begin, token_end) of a slab, contiguous at byte
+    ``offset``.
+    """
+
+    row_begin: int
+    row_end: int
+    token_begin: int
+    token_end: int
+    offset: int
+    nbytes: int
+
+
+def tiles(num_rows: int, num_tokens: int, row_token_bytes: int) -> Iterator[Tile]:
+    """The tiles of a slab in order of their bytes. ``row_token_bytes``: one token of one row."""
+    row_bytes = num_tokens * row_token_bytes
+    rows_per_tile = max(1, TILE_BYTES // row_bytes)
+    tokens_per_tile = min(num_tokens, max(1, TILE_BYTES // row_token_bytes))
+    offset = 0
+    for row in range(0, num_rows, rows_per_tile):
+        row_end = min(row + rows_per_tile, num_rows)
+        for token in range(0, num_tokens, tokens_per_tile):
+            token_end = min(token + tokens_per_tile, num_tokens)
+            nbytes = (row_end - row) * (token_end - token) * row_token_bytes
+            yield Tile(row, row_end, token, token_end, offset, nbytes)
+            offset += nbytes
+
+
+def num_tiles(num_rows: int, num_tokens: int, row_token_bytes: int) -> int:
+    """How many tiles, and so digests, a slab has."""
+    return sum(1 for _ in tiles(num_rows, num_tokens, row_token_bytes))

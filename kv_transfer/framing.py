@@ -1,0 +1,131 @@
+"""Length-prefixed frames over a stream socket, with a deadline on every wait.
+
+A frame is four bytes of length, big-endian, then the bytes. Never more than one frame is read from
+the socket: what follows it (a file descriptor, say) stays for whoever reads next.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import select
+import socket
+import struct
+import threading
+import time
+
+from kvferry.core.errors import LinkLost, ProtocolError
+from kvferry.kv_transfer.messages import MAX_FRAME
+
+_LENGTH = struct.Struct("!I")
+
+
+class FrameSocket:
+    """Frames over one connected socket, which it owns. ``frame_timeout_s``: longest wait inside a
+    frame.
+    """
+
+    def __init__(self, sock: socket.socket, frame_timeout_s: float = 5.0) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+        self._frame_timeout_s = frame_timeout_s
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._close_lock = threading.Lock()
+        self._closed = False
+        self._part = bytearray()
+        self._wanted: int | None = None
+        self._part_since = 0.0
+
+    @property
+    def sock(self) -> socket.socket:
+        return self._sock
+
+    def send(self, frame: bytes, timeout_s: float) -> None:
+        """Raises LinkLost, ProtocolError for a frame that no peer would take."""
+        if len(frame) > MAX_FRAME:
+            raise ProtocolError(f"frame of {len(frame)} bytes is above the limit of {MAX_FRAME}")
+        deadline = time.monotonic() + timeout_s
+        rest = memoryview(_LENGTH.pack(len(frame)) + frame)
+        while rest:
+            try:
+                rest = rest[self._sock.send(rest) :]
+            except BlockingIOError:
+                if not self.wait_for(select.POLLOUT, deadline - time.monotonic()):
+                    raise LinkLost("the peer takes no messages") from None
+            except OSError as error:
+                raise LinkLost(f"the link broke: {error.strerror}") from None
+
+    def receive(self, timeout_s: float, limit: int = MAX_FRAME) -> bytes | None:
+        """The next frame; None after ``timeout_s`` or a wake. Raises LinkLost, ProtocolError."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            frame = self._advance(limit)
+            if frame is not None:
+                return frame
+            now = time.monotonic()
+            wait_s = deadline - now
+            if self._part:
+                left_s = self._part_since + self._frame_timeout_s - now
+                if left_s <= 0:
+                    raise LinkLost("the peer stopped inside a message")
+                wait_s = min(wait_s, left_s)
+            if wait_s <= 0 or self._wait_readable(wait_s):
+                return None
+
+    def _advance(self, limit: int) -> bytes | None:
+        """Read what is there, up to the end of the frame."""
+        while True:
+            missing = (_LENGTH.size if self._wanted is None else self._wanted) - len(self._part)
+            if missing:
+                try:
+                    data = self._sock.recv(missing)
+                except BlockingIOError:
+                    return None
+                except OSError as error:
+                    raise LinkLost(f"the link broke: {error.strerror}") from None
+                if not data:
+                    raise LinkLost("the peer closed the link")
+                if not self._part:
+                    self._part_since = time.monotonic()
+                self._part += data
+            elif self._wanted is None:
+                self._wanted = _LENGTH.unpack(self._part)[0]
+                if not 0 < self._wanted <= limit:
+                    raise ProtocolError(f"frame of {self._wanted} bytes; the limit is {limit}")
+                self._part.clear()
+            else:
+                frame = bytes(self._part)
+                self._part.clear()
+                self._wanted = None
+                return frame
+
+    def wait_for(self, events: int, timeout_s: float) -> bool:
+        """Whether the socket became ready within the time."""
+        poll = select.poll()
+        poll.register(self._sock, events)
+        return bool(poll.poll(max(0, math.ceil(timeout_s * 1000))))
+
+    def _wait_readable(self, timeout_s: float) -> bool:
+        """Whether the wait was cut short by a wake."""
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        poll.register(self._wakeup, select.POLLIN)
+        ready = poll.poll(math.ceil(timeout_s * 1000))
+        if any(fd == self._wakeup for fd, _ in ready):
+            os.eventfd_read(self._wakeup)
+            return True
+        return False
+
+    def wake(self) -> None:
+        # The lock keeps the number of a closed descriptor, by now perhaps another file's, from
+        # being written.
+        with self._close_lock:
+            if not self._closed:
+                os.eventfd_write(self._wakeup, 1)
+
+    def close(self) -> None:
+        with self._close_lock:
+            if not self._closed:
+                self._closed = True
+                self._sock.close()
+                os.close(self._wakeup)

@@ -1,0 +1,137 @@
+"""How a link begins: both sides prove that they know the shared secret, then slab memory changes
+hands.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import time
+from dataclasses import dataclass
+
+from kvferry.core.errors import LinkLost, LinkRefused, ProtocolError
+from kvferry.core.ids import Incarnation
+from kvferry.kv_transfer.messages import (
+    MAX_HANDSHAKE_FRAME,
+    PROTOCOL,
+    Challenge,
+    Message,
+    Proof,
+    Refused,
+    Welcome,
+    decode_to_receiver,
+    decode_to_sender,
+    encode,
+)
+from kvferry.kv_transfer.transport import Channel, Staging
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkOptions:
+    """What sender and receiver of one process share. Times in seconds."""
+
+    secret: bytes
+    incarnation: Incarnation
+    progress_timeout_s: float = 5.0
+    """A transfer that does not move for so long is sent once more, then fails."""
+    beat_s: float = 1.0
+    silence_s: float = 5.0
+    """A peer silent for so long is lost; also the longest wait to send, connect or be greeted."""
+    slab_bytes: int = 2 << 20
+    staging_bytes: int = 64 << 20
+    """Slab memory of a receiver, all links together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Greeted:
+    """A link ready for slabs."""
+
+    staging: Staging
+    num_slabs: int
+    slab_bytes: int
+    peer: Incarnation
+
+
+def _mac(secret: bytes, side: bytes, challenge: bytes, nonce: bytes) -> bytes:
+    # The side is part of the message, so that a proof cannot be played back to whoever asked for
+    # it.
+    return hmac.digest(
+        secret, b"kvferry KV link\0" + side + b"\0" + challenge + nonce, hashlib.sha256
+    )
+
+
+def introduce(channel: Channel, options: LinkOptions) -> Greeted:
+    """The sender's side. Raises LinkRefused, LinkLost, ProtocolError."""
+    deadline = time.monotonic() + options.silence_s
+    challenge = decode_to_sender(_next_frame(channel, deadline))
+    if not isinstance(challenge, Challenge) or challenge.protocol != PROTOCOL:
+        raise LinkRefused(f"the peer does not speak version {PROTOCOL} of the KV link")
+    nonce = secrets.token_bytes(32)
+    mac = _mac(options.secret, b"sender", challenge.nonce, nonce)
+    _send(channel, Proof(nonce=nonce, mac=mac, incarnation=options.incarnation), deadline)
+    welcome = decode_to_sender(_next_frame(channel, deadline))
+    if isinstance(welcome, Refused):
+        raise LinkRefused(f"the peer refuses the link: {welcome.detail}")
+    if not isinstance(welcome, Welcome):
+        raise ProtocolError("expected a welcome")
+    expected = _mac(options.secret, b"receiver", challenge.nonce, nonce)
+    if not hmac.compare_digest(expected, welcome.mac):
+        raise LinkRefused("the peer does not know the secret")
+    left_s = max(0.0, deadline - time.monotonic())
+    staging = channel.accept_staging(welcome.num_slabs, welcome.slab_bytes, left_s)
+    return Greeted(staging, welcome.num_slabs, welcome.slab_bytes, Incarnation(welcome.incarnation))
+
+
+def challenge(channel: Channel, options: LinkOptions) -> tuple[Proof, bytes]:
+    """The receiver's first half: the sender's proof, checked, and the answer to it.
+
+    Raises LinkRefused, having told the peer, when it does not know the secret; LinkLost,
+    ProtocolError.
+    """
+    deadline = time.monotonic() + options.silence_s
+    nonce = secrets.token_bytes(32)
+    _send(channel, Challenge(protocol=PROTOCOL, nonce=nonce), deadline)
+    proof = decode_to_receiver(_next_frame(channel, deadline))
+    if not isinstance(proof, Proof):
+        raise ProtocolError("expected a proof")
+    expected = _mac(options.secret, b"sender", nonce, proof.nonce)
+    if not hmac.compare_digest(expected, proof.mac):
+        refuse(channel, options, "the secret is wrong")
+    return proof, _mac(options.secret, b"receiver", nonce, proof.nonce)
+
+
+def welcome(
+    channel: Channel, options: LinkOptions, proof: Proof, mac: bytes, num_slabs: int
+) -> Greeted:
+    """The receiver's second half. Raises LinkLost."""
+    deadline = time.monotonic() + options.silence_s
+    message = Welcome(
+        mac=mac,
+        incarnation=options.incarnation,
+        slab_bytes=options.slab_bytes,
+        num_slabs=num_slabs,
+    )
+    _send(channel, message, deadline)
+    left_s = max(0.0, deadline - time.monotonic())
+    staging = channel.grant_staging(num_slabs, options.slab_bytes, left_s)
+    return Greeted(staging, num_slabs, options.slab_bytes, Incarnation(proof.incarnation))
+
+
+def refuse(channel: Channel, options: LinkOptions, detail: str) -> None:
+    """Tell the peer why there will be no link. Raises LinkRefused, always."""
+    channel.send(encode(Refused(detail=detail)), options.silence_s)
+    raise LinkRefused(detail)
+
+
+def _send(channel: Channel, message: Message, deadline: float) -> None:
+    channel.send(encode(message), max(0.0, deadline - time.monotonic()))
+
+
+def _next_frame(channel: Channel, deadline: float) -> bytes:
+    """A frame of the handshake; wakes are ignored. Raises LinkLost at the deadline."""
+    while (left_s := deadline - time.monotonic()) > 0:
+        frame = channel.receive(left_s, MAX_HANDSHAKE_FRAME)
+        if frame is not None:
+            return frame
+    raise LinkLost("the peer does not answer")

@@ -1,0 +1,158 @@
+"""What the engine asks of the KV plane, and what it hears back.
+
+For each ``SendJob`` and each ``ReceiveJob`` exactly one terminal event is delivered, and only when
+no pack or scatter of it is running any more: until then its blocks stay fenced. Events may be
+delivered on any thread, that of the caller of abort or release included; the handler must only
+enqueue.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.core.ids import AttemptKey, LeaseId
+from kvferry.kv_transfer.layout import KvLayout
+from kvferry.kv_transfer.plan import Span
+
+
+class Reason(StrEnum):
+    """Why a transfer failed, or why a slab or an offer was dropped (the keys of the receiver's
+    counters).
+    """
+
+    ABORTED = "aborted"
+    """The peer gave the transfer up."""
+    UNKNOWN = "unknown"
+    """No such lease."""
+    ENDED = "ended"
+    """The lease has ended."""
+    STALE = "stale"
+    """Another attempt, or a block that was given away since."""
+    DUPLICATE = "duplicate"
+    """The slab had arrived already."""
+    FOREIGN = "foreign"
+    """The slab memory was not granted for this."""
+    DAMAGED = "damaged"
+    """The digest does not match the bytes."""
+    MISMATCH = "mismatch"
+    """Layout, KV flavour, content hash or range differ from what the lease is for."""
+    TIMEOUT = "timeout"
+    """No progress."""
+    DEADLINE = "deadline"
+    REFUSED = "refused"
+    """The peer is gone or will not have us."""
+    CLOSED = "closed"
+    """This side is shutting down."""
+    INTERNAL = "internal"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockTable:
+    """The blocks of a sequence, from its first token, and the generation each had when it was
+    leased.
+    """
+
+    block_ids: NDArray[np.int32]
+    """[num_blocks]"""
+    generations: NDArray[np.uint32]
+    """[num_blocks]"""
+
+    def slot_ids(self, tokens: Span, block_size: int) -> NDArray[np.int64]:
+        """[tokens] slots of a token range. Raises IndexError when the table is too short."""
+        position = np.arange(tokens.begin, tokens.end, dtype=np.int64)
+        blocks = self.block_ids[position // block_size].astype(np.int64)
+        return blocks * block_size + position % block_size
+
+    def is_fresh(self, live: NDArray[np.uint32], tokens: Span, block_size: int) -> bool:
+        """Whether all blocks of a token range still have their generation in the live array."""
+        part = slice(tokens.begin // block_size, -(-tokens.end // block_size))
+        return bool(np.array_equal(live[self.block_ids[part]], self.generations[part]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendJob:
+    """Ship the KV of tokens [begin, end) to a lease of a receiver."""
+
+    key: AttemptKey
+    endpoint: str
+    lease: LeaseId
+    target: KvLayout
+    tokens: Span
+    blocks: BlockTable
+    chain_hash: bytes = b""
+    """Chain hash of the last full block before ``tokens.end``, in the target's block size; empty
+    when unused.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceiveJob:
+    """Accept the KV of tokens [begin, end) into leased blocks."""
+
+    key: AttemptKey
+    lease: LeaseId
+    tokens: Span
+    blocks: BlockTable
+    deadline_s: float
+    """On the receiver's own clock."""
+    chain_hash: bytes = b""
+    """What the sender must present; see ``SendJob``."""
+
+
+@dataclass(frozen=True, slots=True)
+class SendDone:
+    """The receiver verified every slab. ``nbytes / busy_s`` is the rate of the packs, resends
+    included in both.
+    """
+
+    key: AttemptKey
+    nbytes: int
+    busy_s: float
+    wall_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SendFailed:
+    key: AttemptKey
+    reason: Reason
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SendAborted:
+    key: AttemptKey
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveDone:
+    """All is verified and in the blocks. ``nbytes / busy_s`` is the rate of the scatters, damaged
+    ones included.
+    """
+
+    key: AttemptKey
+    lease: LeaseId
+    nbytes: int
+    busy_s: float
+    wall_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveFailed:
+    key: AttemptKey
+    lease: LeaseId
+    reason: Reason
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveClosed:
+    key: AttemptKey
+    lease: LeaseId
+
+
+SendEvent = SendDone | SendFailed | SendAborted
+ReceiveEvent = ReceiveDone | ReceiveFailed | ReceiveClosed

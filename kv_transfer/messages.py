@@ -1,0 +1,169 @@
+"""The messages of a link's control channel: msgpack, one tagged struct per frame.
+
+    receiver                          sender
+      Challenge         ->
+                        <-            Proof            the sender knows the secret
+      Welcome | Refused ->                             so does the receiver; slab memory changes hands
+                        <-            Offer            slabs stand ready for a lease
+      Credit            ->                             one slab of memory, granted once
+                        <-            Header           the slab is filled; what is in it
+      Ack | Resend      ->                             verified; or damaged: fill it again
+                        <-            Return           a credit that will not be used
+      Complete          ->                             the lease offered for has everything already
+      Abort             <->                            the transfer is over
+      Beat              <->                            each second
+
+A ``grant`` is a number unique on its link: a slab's memory is given, used and taken back under it,
+so that a late message about an earlier use of the same memory is known as such.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+
+from kvferry.core.errors import ProtocolError
+from kvferry.core.ids import AttemptKey
+from kvferry.kv_transfer.jobs import Reason
+from kvferry.kv_transfer.plan import SlabMove, Span
+
+PROTOCOL = 1
+MAX_FRAME = 1 << 20
+"""Bytes of a frame at most."""
+MAX_HANDSHAKE_FRAME = 1024
+"""The same before the peer has proved that it knows the secret."""
+MAX_TILES = 65_536
+MAX_TEXT = 200
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Nonce = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
+Hash = Annotated[bytes, msgspec.Meta(max_length=64)]
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=str.lower):
+    """Base of all messages; the tag is the class's name in lower case."""
+
+
+class Challenge(Message):
+    protocol: Count
+    nonce: Nonce
+
+
+class Proof(Message):
+    nonce: Nonce
+    mac: Nonce
+    incarnation: Count
+
+
+class Welcome(Message):
+    mac: Nonce
+    incarnation: Count
+    slab_bytes: Annotated[int, msgspec.Meta(gt=0)]
+    num_slabs: Annotated[int, msgspec.Meta(gt=0, le=1024)]
+
+
+class Refused(Message):
+    detail: Text
+
+
+class Offer(Message):
+    key: AttemptKey
+    lease: Count
+    slabs: Annotated[int, msgspec.Meta(gt=0)]
+
+
+class Credit(Message):
+    lease: Count
+    slab: Count
+    grant: Count
+
+
+class SlabHeader(Message):
+    """What a slab holds: all of it is checked against the lease before a byte is written."""
+
+    key: AttemptKey
+    lease: Count
+    index: Count
+    count: Count
+    layers: tuple[Count, Count]
+    heads: tuple[Count, Count]
+    tokens: tuple[Count, Count]
+    flavour: Text
+    chain_hash: Hash
+    nbytes: Count
+    digests: Annotated[list[int], msgspec.Meta(max_length=MAX_TILES)]
+
+    @property
+    def move(self) -> SlabMove:
+        layers, heads, tokens = Span(*self.layers), Span(*self.heads), Span(*self.tokens)
+        return SlabMove(self.index, layers, heads, tokens, self.nbytes)
+
+
+class Header(Message):
+    slab: Count
+    grant: Count
+    header: SlabHeader
+
+
+class Ack(Message):
+    lease: Count
+    index: Count
+    grant: Count
+
+
+class Resend(Message):
+    lease: Count
+    index: Count
+    grant: Count
+
+
+class Return(Message):
+    slab: Count
+    grant: Count
+
+
+class Complete(Message):
+    key: AttemptKey
+    lease: Count
+
+
+class Abort(Message):
+    key: AttemptKey
+    lease: Count
+    reason: Reason
+    detail: Text = ""
+
+
+class Beat(Message):
+    pass
+
+
+ToSender = Challenge | Welcome | Refused | Credit | Ack | Resend | Complete | Abort | Beat
+ToReceiver = Proof | Offer | Header | Return | Abort | Beat
+
+_encoder = msgspec.msgpack.Encoder()
+_to_sender: msgspec.msgpack.Decoder[ToSender] = msgspec.msgpack.Decoder(ToSender)
+_to_receiver: msgspec.msgpack.Decoder[ToReceiver] = msgspec.msgpack.Decoder(ToReceiver)
+
+
+def encode(message: Message) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_to_sender(frame: bytes) -> ToSender:
+    """Raises ProtocolError for anything but one message that a receiver may send."""
+    return _decode(_to_sender, frame)
+
+
+def decode_to_receiver(frame: bytes) -> ToReceiver:
+    """Raises ProtocolError for anything but one message that a sender may send."""
+    return _decode(_to_receiver, frame)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[Any], frame: bytes) -> Any:
+    try:
+        return decoder.decode(frame)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"not a message of a KV link: {error}") from None

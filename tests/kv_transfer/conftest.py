@@ -1,0 +1,207 @@
+"""A pair of workers' KV planes in one process."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvferry.core.ids import AttemptKey, Incarnation, LeaseId, RequestId
+from kvferry.kv_transfer.endpoints import connect, listen
+from kvferry.kv_transfer.handshake import LinkOptions
+from kvferry.kv_transfer.jobs import BlockTable, ReceiveJob, SendJob
+from kvferry.kv_transfer.layout import KvLayout
+from kvferry.kv_transfer.memory import PagedKvMemory
+from kvferry.kv_transfer.plan import Span
+from kvferry.kv_transfer.receiver import KvReceiver
+from kvferry.kv_transfer.sender import KvSender
+
+torch.set_num_threads(1)
+
+SECRET = b"s" * 32
+
+
+def make_options(secret: bytes = SECRET, **changes: Any) -> LinkOptions:
+    """Small slabs and short timeouts."""
+    values: dict[str, Any] = {
+        "slab_bytes": 8192,
+        "staging_bytes": 1 << 20,
+        "progress_timeout_s": 2.0,
+        "beat_s": 0.2,
+        "silence_s": 2.0,
+    }
+    return LinkOptions(secret=secret, incarnation=Incarnation(7), **(values | changes))
+
+
+def make_layout(block_size: int, **changes: Any) -> KvLayout:
+    values: dict[str, Any] = {
+        "num_layers": 3,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "dtype": "float32",
+    }
+    return KvLayout(block_size=block_size, **(values | changes))
+
+
+class Cache:
+    """A paged cache with a shuffled block table for one sequence."""
+
+    def __init__(self, layout: KvLayout, num_tokens: int, seed: int, fill: bool) -> None:
+        rng = np.random.default_rng(seed)
+        needed = -(-num_tokens // layout.block_size)
+        num_blocks = needed + 3
+        shape = (
+            layout.num_layers,
+            2,
+            num_blocks * layout.block_size,
+            layout.num_kv_heads,
+            layout.head_dim,
+        )
+        dtype = getattr(torch, layout.dtype)
+        self.slots = torch.zeros(shape, dtype=dtype)
+        if fill:
+            noise = rng.integers(0, 256, self.slots.nbytes, dtype=np.uint8)
+            self.slots.view(torch.uint8).view(-1).copy_(torch.from_numpy(noise))
+        self.layout = layout
+        self.generations = rng.integers(0, 2**32, num_blocks, dtype=np.uint32)
+        ids = rng.permutation(num_blocks)[:needed].astype(np.int32)
+        self.blocks = BlockTable(block_ids=ids, generations=self.generations[ids].copy())
+        self.memory = PagedKvMemory(self.slots, layout, self.generations)
+
+    def read(self, begin: int, end: int) -> torch.Tensor:
+        """[L, 2, tokens, H, D] bytes, token by token: the slice-and-cat reference."""
+        block_size = self.layout.block_size
+        parts = []
+        for token in range(begin, end):
+            slot = int(self.blocks.block_ids[token // block_size]) * block_size
+            slot += token % block_size
+            parts.append(self.slots[:, :, slot : slot + 1])
+        return torch.cat(parts, dim=2).contiguous().view(torch.uint8)
+
+
+class Events:
+    """Collects terminal events."""
+
+    def __init__(self) -> None:
+        self._queue: queue.Queue[Any] = queue.Queue()
+
+    def __call__(self, event: Any) -> None:
+        self._queue.put(event)
+
+    def next(self, timeout_s: float = 20.0) -> Any:
+        return self._queue.get(timeout=timeout_s)
+
+    def assert_none(self, within_s: float = 0.05) -> None:
+        with pytest.raises(queue.Empty):
+            self._queue.get(timeout=within_s)
+
+
+@dataclass
+class Pair:
+    """A sender and a receiver with one sequence's cache on each side."""
+
+    source: Cache
+    target: Cache
+    sender: KvSender
+    receiver: KvReceiver
+    sent: Events
+    received: Events
+    tokens: Span
+
+    def key(self, request: int = 1, attempt: int = 1) -> AttemptKey:
+        return AttemptKey(Incarnation(9), RequestId(request), attempt)
+
+    def send(self, lease: int = 1, request: int = 1, attempt: int = 1, **changes: Any) -> None:
+        values: dict[str, Any] = {
+            "target": self.target.layout,
+            "endpoint": self.receiver.endpoint,
+            "tokens": self.tokens,
+            "blocks": self.source.blocks,
+            "chain_hash": b"h" * 16,
+        }
+        values |= changes
+        self.sender.send(SendJob(key=self.key(request, attempt), lease=LeaseId(lease), **values))
+
+    def expect(self, lease: int = 1, request: int = 1, attempt: int = 1, **changes: Any) -> None:
+        values: dict[str, Any] = {
+            "tokens": self.tokens,
+            "blocks": self.target.blocks,
+            "deadline_s": time.monotonic() + 60,
+            "chain_hash": b"h" * 16,
+        }
+        values |= changes
+        self.receiver.expect(
+            ReceiveJob(key=self.key(request, attempt), lease=LeaseId(lease), **values)
+        )
+
+    def assert_equal(self) -> None:
+        ours = self.source.read(*self.tokens)
+        assert torch.equal(ours, self.target.read(*self.tokens))
+
+
+@dataclass
+class PairFactory:
+    """Makes pairs and closes them at the end of the test."""
+
+    transport: str
+    made: list[Pair] = field(default_factory=list)
+
+    def __call__(
+        self,
+        source_block: int = 4,
+        target_block: int = 16,
+        tokens: Span = Span(5, 150),  # noqa: B008
+        *,
+        wrap: Callable[[Any], Any] = lambda channel: channel,
+        wrap_source: Callable[[Any], Any] = lambda memory: memory,
+        wrap_target: Callable[[Any], Any] = lambda memory: memory,
+        **options: Any,
+    ) -> Pair:
+        source = Cache(make_layout(source_block), tokens.end, 1, fill=True)
+        target = Cache(make_layout(target_block), tokens.end, 2, fill=False)
+        sent, received = Events(), Events()
+        link_options = make_options(**options)
+        receiver = KvReceiver(
+            wrap_target(target.memory), link_options, received, listen(self.transport)
+        )
+        sender = KvSender(
+            wrap_source(source.memory),
+            link_options,
+            sent,
+            lambda endpoint, timeout_s: wrap(connect(endpoint, timeout_s)),
+        )
+        pair = Pair(source, target, sender, receiver, sent, received, tokens)
+        self.made.append(pair)
+        return pair
+
+    def close(self) -> None:
+        for pair in self.made:
+            pair.sender.close()
+            pair.receiver.close()
+
+
+@pytest.fixture(params=["loopback", "shm"])
+def make_pair(request: pytest.FixtureRequest) -> Iterator[PairFactory]:
+    factory = PairFactory(request.param)
+    yield factory
+    factory.close()
+
+
+@pytest.fixture
+def make_shm_pair() -> Iterator[PairFactory]:
+    factory = PairFactory("shm")
+    yield factory
+    factory.close()
+
+
+@pytest.fixture
+def make_loopback_pair() -> Iterator[PairFactory]:
+    factory = PairFactory("loopback")
+    yield factory
+    factory.close()
