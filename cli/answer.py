@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from kvferry.core.request import TextDelta, Timeline
+from kvferry.core.request import TextDelta, Timeline, Usage
 
 
 @dataclass(slots=True)
@@ -17,12 +17,14 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     timeline: Timeline | None = None
+    usage: Usage | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {
             "text": self.text,
             "token_ids": self.token_ids,
             "finish_reason": self.finish_reason,
+            "usage": None if self.usage is None else _usage_json(self.usage),
             "timeline": None if self.timeline is None else asdict(self.timeline),
         }
 
@@ -43,3 +45,11 @@ async def read_answer(
             answer.finish_reason = delta.finish_reason.value
             answer.timeline = delta.timeline
     return answer
+
+
+def _usage_json(usage: Usage) -> dict[str, int]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "cached_tokens": usage.cached_tokens,
+    }

@@ -13,6 +13,7 @@ from kvferry.cli.answer import read_answer
 from kvferry.cli.console import stderr
 from kvferry.cli.timeline import timeline_table
 from kvferry.client.client import KvferryClient
+from kvferry.core.request import Usage
 from kvferry.core.sampling import SamplingParams, parse_sampling
 
 DEFAULT_TARGET = "127.0.0.1:50051"
@@ -42,11 +43,13 @@ def generate(
 async def ask(prompt: str, target: str, sampling: SamplingParams, *, as_json: bool) -> None:
     """Stream one answer to stdout; the timeline goes to stderr."""
     async with KvferryClient(target) as client:
-        deltas = client.generate(prompt, sampling)
-        if as_json:
-            print(json.dumps((await read_answer(deltas)).to_json()))
-            return
-        answer = await read_answer(deltas, show)
+        usage = Usage()
+        deltas = client.generate(prompt, sampling, usage=usage)
+        answer = await read_answer(deltas, show) if not as_json else await read_answer(deltas)
+    if as_json:
+        answer.usage = usage
+        print(json.dumps(answer.to_json()))
+        return
     print(flush=True)
     if answer.timeline is not None:
         stderr().print(timeline_table(answer.timeline))
