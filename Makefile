@@ -27,7 +27,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "[2/3] installing torch"
 	@$(PIP_INSTALL) torch==2.13.0
 	@echo "[3/3] installing kvferry and its dependencies"
-	@$(PIP_INSTALL) -e '.[dev]'
+	@PYTHONWARNINGS=ignore $(PIP_INSTALL) -e '.[dev]'
 	@touch $@
 
 demo: $(STAMP) ## Serve the embedded model, answer one prompt, show where the time went, stop

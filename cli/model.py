@@ -21,10 +21,8 @@ def pull(
 ) -> None:
     """Download NAME, convert it where needed, check it, and print its folder."""
     config = load_config(None, {"model.path": name, "model.dtype": dtype})
-    import torch
-
-    from kvferry.models.load import resolve
+    from kvferry.models.load import prepare
 
     with Stages(stderr()) as stages:
-        folder = resolve(config.model.path, getattr(torch, config.model.dtype), progress=stages)
+        folder = prepare(config.model, progress=stages)
     print(folder)

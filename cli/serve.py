@@ -13,7 +13,7 @@ from kvferry.cli.lifetime import Serving, serve_until_stopped
 from kvferry.core.config import Config, load_config
 
 File = Annotated[
-    Path | None, typer.Argument(metavar="[CONFIG.yaml]", help="Options override its values.")
+    Path | None, typer.Argument(metavar="CONFIG.yaml", help="Options override its values.")
 ]
 POOLS = "Workers"
 MODEL = "Model"

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from kvferry.core.config import EMBEDDED_MODEL
+from kvferry.core.config import EMBEDDED_MODEL, ModelConfig
 from kvferry.core.errors import StartupError
 from kvferry.models.checkpoint import Checkpoint, fill_decoder
 from kvferry.models.convert import convert_folder, convert_gguf, dtype_name, is_ready
@@ -35,6 +35,11 @@ def load_model(folder: Path, dtype: torch.dtype, max_model_len: int | None = Non
     model cannot reach.
     """
     return fill_decoder(read_spec(folder, max_model_len), Checkpoint(folder), dtype)
+
+
+def prepare(model: ModelConfig, progress: Callable[[str], None] = lambda stage: None) -> Path:
+    """The ready folder of the configured model; see ``resolve``."""
+    return resolve(model.path, getattr(torch, model.dtype), progress=progress)
 
 
 def resolve(
