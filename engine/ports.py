@@ -13,7 +13,7 @@ from kvferry.proto import worker_pb2 as pb
 
 
 class RouterPort(Protocol):
-    """The way back to one router. Sending never blocks; a port whose router is gone swallows what it is given."""
+    """The way back to one router. Sending never blocks; once the router is gone it does nothing."""
 
     @property
     def incarnation(self) -> Incarnation:
@@ -28,13 +28,20 @@ class RouterPort(Protocol):
 class Gate(Protocol):
     """Lets a test hold a request in a state and act while it is there."""
 
+    @property
+    def shut(self) -> bool:
+        """Whether it can hold anything at all."""
+        ...
+
     def holds(self, state: str, key: AttemptKey) -> bool:
         """True while the request must stay in ``state``."""
         ...
 
 
 class OpenGate:
-    """The gate of a real system: never shut."""
+    """The gate of a real system."""
+
+    shut = False
 
     def holds(self, state: str, key: AttemptKey) -> bool:
         return False
@@ -54,3 +61,13 @@ class SessionClosed:
 class FromRouter:
     port: RouterPort
     message: pb.RouterMessage
+
+
+def key_message(key: AttemptKey) -> pb.Key:
+    return pb.Key(request=key.request, attempt=key.attempt)
+
+
+def send_failed(port: RouterPort, key: AttemptKey, kind: str, message: str) -> None:
+    """Tell a router that an attempt is over on this worker, and why."""
+    failed = pb.Failed(key=key_message(key), message=message, kind=kind)
+    port.send(pb.WorkerMessage(failed=failed))

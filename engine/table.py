@@ -1,6 +1,6 @@
-"""The numbers of all sequences on a worker, one array per quantity and one row per sequence.
+"""The numbers of all sequences on a worker: one array per quantity, one row per sequence.
 
-Keeping them in arrays makes a step's bookkeeping a handful of numpy operations however many sequences run.
+Kept in arrays, a step's bookkeeping is a handful of numpy operations however many sequences run.
 Rows are lent to sequences and taken back; nothing here touches tensors or blocks.
 """
 
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.core.ids import AttemptKey
 from kvferry.engine.plan import Int32, Int64, SamplingRows, StepPlan
 from kvferry.proto import worker_pb2 as pb
 
@@ -37,24 +38,28 @@ class SequenceTable:
         self.min_length: Int64 = np.zeros(max_rows, np.int64)
         self.obeys_eos = np.zeros(max_rows, np.bool_)
         self.special = np.zeros(max_rows, np.bool_)
-        """Rows that need more than arrays can say: logit edits, stop token ids, log-probabilities."""
+        """Rows that need more than arrays say: logit edits, stop token ids, log-probabilities."""
         self.temperature = np.zeros(max_rows, np.float32)
         self.top_k: Int32 = np.zeros(max_rows, np.int32)
         self.top_p = np.zeros(max_rows, np.float32)
         self.min_p = np.zeros(max_rows, np.float32)
         self.seed = np.zeros(max_rows, np.uint64)
         self.sample_index: Int32 = np.zeros(max_rows, np.int32)
+        self.router = np.zeros(max_rows, np.uint64)
+        self.request = np.zeros(max_rows, np.uint64)
+        self.attempt: Int32 = np.zeros(max_rows, np.int32)
         self._free = list(range(max_rows - 1, -1, -1))
 
     @property
     def num_free(self) -> int:
         return len(self._free)
 
-    def lend(self, spec: pb.SequenceSpec) -> int:
-        """Take a free row and fill it from ``spec``. The caller has checked ``num_free`` and the length."""
+    def lend(self, key: AttemptKey, spec: pb.SequenceSpec) -> int:
+        """Take a free row and fill it from ``spec``; the caller has checked that both fit."""
         row = self._free.pop()
         sampling = spec.sampling
         length = len(spec.token_ids)
+        self.router[row], self.request[row], self.attempt[row] = key
         self.tokens[row, :length] = spec.token_ids
         self.length[row] = length
         self.computed[row] = 0
@@ -91,6 +96,12 @@ class SequenceTable:
         self.computed[rows] = length
         self.length[rows] = length + 1
 
+    def append_one(self, row: int, token_id: int) -> None:
+        """One new token whose predecessors all have KV."""
+        length = int(self.length[row])
+        self.tokens[row, length] = token_id
+        self.length[row] = length + 1
+
     def lacking_block(self, rows: Rows) -> Rows:
         """Those of ``rows`` whose next token has no block to be written to."""
         lacking: Rows = rows[self.num_blocks[rows] * self.block_size < self.length[rows]]
@@ -98,9 +109,10 @@ class SequenceTable:
 
 
 def build_plan(table: SequenceTable, step: int, rows: Rows, query_lens: Int32) -> StepPlan:
-    """The ragged batch in which ``rows[i]`` computes its next ``query_lens[i]`` tokens. [num_seqs]
+    """The ragged batch in which ``rows[i]`` computes its next ``query_lens[i]`` tokens.
 
-    A row is sampled when its last known token is among them. Edits and log-probabilities are added by the caller.
+    A row is sampled when its last known token is among them. Logit edits and log-probabilities
+    are the caller's to add.
     """
     context = table.computed[rows]
     if query_lens.size and int(query_lens.max()) == 1:
@@ -108,7 +120,8 @@ def build_plan(table: SequenceTable, step: int, rows: Rows, query_lens: Int32) -
     else:
         starts = np.cumsum(query_lens) - query_lens
         within = np.arange(int(query_lens.sum())) - np.repeat(starts, query_lens)
-        token_ids = table.tokens[np.repeat(rows, query_lens), np.repeat(context, query_lens) + within].astype(np.int64)
+        positions = np.repeat(context, query_lens) + within
+        token_ids = table.tokens[np.repeat(rows, query_lens), positions].astype(np.int64)
     sampled = np.flatnonzero(context + query_lens == table.length[rows])
     max_blocks = int(table.num_blocks[rows].max()) if rows.size else 0
     return StepPlan(

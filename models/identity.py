@@ -9,7 +9,9 @@ import xxhash
 
 
 def weights_digest(folder: Path) -> bytes:
-    """128-bit digest of a model folder's configuration and weights, equal wherever the bytes are equal."""
+    """128-bit digest of a model folder's configuration and weights, equal wherever the bytes are
+    equal.
+    """
     digest = xxhash.xxh3_128()
     for path in [folder / "config.json", *sorted(folder.glob("*.safetensors"))]:
         digest.update(f"{path.name}:{path.stat().st_size}".encode())

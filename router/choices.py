@@ -10,7 +10,7 @@ cancelled and awaited first.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -59,7 +59,7 @@ class _Mailbox:
 
 async def generate_text(
     engine: TokenEngine, codec: TextCodec, prompts: Sequence[PreparedPrompt]
-) -> AsyncIterator[TextDelta]:
+) -> AsyncGenerator[TextDelta, None]:
     """Stream the choices of all prompts, numbered prompt by prompt. Use under ``aclosing``.
 
     The last delta of each choice has its finish reason and timeline. Raises KvferryError, after the

@@ -71,7 +71,7 @@ class GenerateService(kvferry_pb2_grpc.KvferryServicer):
         except KvferryError as error:
             await _abort(context, error)
 
-    async def Status(  # type: ignore[override]
+    async def Status(
         self, request: kvferry_pb2.StatusRequest, context: object
     ) -> kvferry_pb2.StatusResponse:
         return self._engine.status()
@@ -101,7 +101,7 @@ class GenerateService(kvferry_pb2_grpc.KvferryServicer):
                 await context.write(response)
 
 
-class HealthService(health_pb2_grpc.HealthServicer):
+class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     """The standard health service. Its state is the engine's readiness at the time of asking."""
 
     def __init__(self, engine: TokenEngine) -> None:
@@ -192,18 +192,12 @@ def _prompt(request: kvferry_pb2.GenerateRequest) -> str | list[int]:
 
 def _sampling(message: kvferry_pb2.SamplingParams) -> dict[str, Any]:
     """Fields under the names of core's SamplingParams; unset optional ones keep its defaults."""
-    values: dict[str, Any] = {}
-    for field in message.DESCRIPTOR.fields:
-        value = getattr(message, field.name)
-        if field.has_presence:
-            if message.HasField(field.name):
-                values[field.name] = value
-        elif field.name == "logit_bias":
-            values[field.name] = dict(value)
-        elif field.is_repeated:
-            values[field.name] = tuple(value)
-        else:
-            values[field.name] = value
+    values = {field.name: value for field, value in message.ListFields()}
+    for name in ("stop", "stop_token_ids"):
+        if name in values:
+            values[name] = tuple(values[name])
+    if "logit_bias" in values:
+        values["logit_bias"] = dict(values["logit_bias"])
     return values
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from fastapi import FastAPI
@@ -98,7 +98,7 @@ class Exchange(Response):
             else:
                 await error_response(error)(scope, receive, send)
 
-    async def _deltas(self, job: Job, meter: UsageMeter) -> AsyncIterator[TextDelta]:
+    async def _deltas(self, job: Job, meter: UsageMeter) -> AsyncGenerator[TextDelta, None]:
         api = self._api
         async with aclosing(generate_text(api.engine, api.intake.codec, job.prompts)) as deltas:
             async for delta in deltas:

@@ -1,0 +1,106 @@
+"""The sequences that a decode worker computes: one token of each per step, and chunks of local prompts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvferry.core.request import FinishReason
+from kvferry.decode_worker.scheduler import share_budget
+from kvferry.engine.first_token import FirstToken, first_tokens
+from kvferry.engine.plan import Int64, RowLogprobs, StepPlan, StepResult
+from kvferry.engine.ports import Gate
+from kvferry.engine.sequences import Sequences, State, WorkerSequence
+from kvferry.engine.steps import Step, Stepper
+from kvferry.engine.table import Rows
+
+
+@dataclass(slots=True)
+class StepTokens:
+    """The tokens of the running sequences; ``finished`` and ``logprobs`` are keyed by index."""
+
+    rows: Rows
+    token_ids: Int64
+    finished: dict[int, FinishReason] = field(default_factory=dict)
+    logprobs: dict[int, RowLogprobs] = field(default_factory=dict)
+
+
+class DecodeBatch:
+    """DECODING sequences, oldest first, and local PREFILLING ones in order of arrival."""
+
+    def __init__(
+        self, sequences: Sequences, stepper: Stepper, gate: Gate, max_tokens: int, max_seqs: int
+    ) -> None:
+        self.running: list[WorkerSequence] = []
+        self.prompts: list[WorkerSequence] = []
+        self._sequences = sequences
+        self._stepper = stepper
+        self._gate = gate
+        self._max_tokens = max_tokens
+        self._max_seqs = max_seqs
+        self._step: Step | None = None
+        self._num_decoding = 0
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Tokens of local prompts still to compute."""
+        return sum(self._remaining(seq) for seq in self.prompts)
+
+    @property
+    def planned(self) -> Step:
+        assert self._step is not None, "no step was planned"
+        return self._step
+
+    def grow(self) -> list[WorkerSequence]:
+        """Give every running sequence room for its next token.
+
+        When blocks run out the newest sequence has to go: the ones returned must be given back by
+        the caller before the next call. Empty when all have room.
+        """
+        if not self.running:
+            return []
+        rows = np.fromiter((seq.row for seq in self.running), np.int64, len(self.running))
+        for row in self._sequences.table.lacking_block(rows).tolist():
+            if not self._sequences.grow(self._sequences.by_row[row]):
+                return [max([*self.running, *self.prompts], key=lambda seq: seq.arrived_s)]
+        return []
+
+    def plan(self) -> StepPlan | None:
+        decoding, prompts = self.running, self.prompts
+        if self._gate.shut:
+            decoding = [seq for seq in decoding if not self._gate.holds(seq.state, seq.key)]
+            prompts = [seq for seq in prompts if not self._gate.holds(seq.state, seq.key)]
+        decoding = decoding[: self._max_seqs]
+        counts = share_budget(
+            len(decoding), map(self._remaining, prompts), self._max_tokens, self._max_seqs
+        )
+        if not decoding and not counts:
+            return None
+        now = self._sequences.clock()
+        for seq in prompts[: len(counts)]:
+            seq.started_s = seq.started_s or now
+        self._num_decoding = len(decoding)
+        seqs = [*decoding, *prompts[: len(counts)]]
+        self._step = self._stepper.build(seqs, [1] * len(decoding) + counts)
+        return self._step.plan
+
+    def commit(self, result: StepResult) -> tuple[StepTokens, list[FirstToken]]:
+        """Local prompts whose last chunk this was leave the batch; they may come back as running."""
+        step, split = self.planned, self._num_decoding
+        finished = self._stepper.settle(step, result)
+        tokens = StepTokens(step.rows[:split], result.token_ids[:split])
+        tokens.finished = {i: why for i, why in finished.items() if i < split}
+        tokens.logprobs = {i: found for i, found in result.logprobs.items() if i < split}
+        firsts = first_tokens(step, result, finished, start=split)
+        for first in firsts:
+            self.prompts.remove(first.seq)
+        return tokens, firsts
+
+    def discard(self, seq: WorkerSequence) -> None:
+        """Take a sequence that has ended out of the batch."""
+        (self.prompts if seq.state is State.PREFILLING else self.running).remove(seq)
+
+    def _remaining(self, seq: WorkerSequence) -> int:
+        table = self._sequences.table
+        return int(table.length[seq.row] - table.computed[seq.row])

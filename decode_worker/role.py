@@ -1,0 +1,258 @@
+"""The decode role.
+
+    Reserve ─▶ WAITING ──ledger admits─▶ RESERVED ──KV verified and Start─▶ DECODING ──▶ CLOSED
+                                            └──Prefill (local)─▶ PREFILLING ──first token──┘
+
+1. A reservation waits in a bounded queue until the ledger has room, or is refused at once.
+2. Granted, it holds a reference on every block that is cached and a lease on the rest.
+3. KV arrives through the receiver; nothing is computed from it before all of it is verified.
+4. First token and KV may come in either order; with both it joins the running batch.
+5. Each step computes one token of every running sequence and, behind them, chunks of local prompts.
+   When a sequence finds no block for its next token, the newest goes back to its router.
+
+With role ``both`` the router sends Prefill here as well: same life, no transfer.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from typing import Protocol
+
+import numpy as np
+
+from kvferry.core.ids import AttemptKey, Incarnation, LeaseId, RequestId
+from kvferry.decode_worker.admission import Ledger
+from kvferry.decode_worker.batch import DecodeBatch
+from kvferry.engine.emit import emit_tokens
+from kvferry.engine.first_token import FirstToken, report_first_token
+from kvferry.engine.plan import StepPlan, StepResult
+from kvferry.engine.ports import Gate, RouterPort, key_message, send_failed
+from kvferry.engine.sequences import Received, Sequences, State, WorkerSequence
+from kvferry.kv_transfer.jobs import ReceiveClosed, ReceiveDone, ReceiveFailed, ReceiveJob
+from kvferry.kv_transfer.plan import Span
+from kvferry.kv_transfer.wire import block_table
+from kvferry.proto import worker_pb2 as pb
+
+
+class Receiver(Protocol):
+    """The receiving half of the KV plane; ``kv_transfer.receiver.KvReceiver`` is the real one."""
+
+    def expect(self, job: ReceiveJob) -> None: ...
+
+    def release(self, lease: LeaseId) -> None: ...
+
+
+class DecodeRole:
+    """State of all sequences on one decode worker. Lives on the step loop's thread."""
+
+    def __init__(
+        self,
+        sequences: Sequences,
+        ledger: Ledger,
+        batch: DecodeBatch,
+        receiver: Receiver,
+        gate: Gate,
+        reserve_queue: int,
+    ) -> None:
+        self.sequences = sequences
+        self.ports: dict[Incarnation, RouterPort] = {}
+        self._ledger = ledger
+        self._batch = batch
+        self._receiver = receiver
+        self._gate = gate
+        self._reserve_queue = reserve_queue
+        self._waiting: deque[WorkerSequence] = deque()
+        self._leases = itertools.count(1)
+
+    def receive(self, port: RouterPort, message: pb.RouterMessage) -> None:
+        kind = message.WhichOneof("kind")
+        if kind == "reserve":
+            self._reserve(port, message.reserve)
+        elif kind == "start":
+            self._start(port, message.start)
+        elif kind == "prefill":
+            self._prefill(port, message.prefill)
+
+    def transferred(self, event: object) -> None:
+        assert isinstance(event, ReceiveDone | ReceiveFailed | ReceiveClosed), event
+        self.sequences.pool.lift(event.key)
+        seq = self.sequences.get(event.key)
+        if seq is None or seq.lease != event.lease:
+            return  # it was ended while the transfer ran
+        if isinstance(event, ReceiveDone):
+            seq.received = Received(event.nbytes, event.busy_s, event.wall_s)
+            self._verified(seq)
+            self._begin(seq)
+        else:
+            self.sequences.close(seq)
+            reason = event.reason if isinstance(event, ReceiveFailed) else "closed"
+            send_failed(seq.port, seq.key, "transfer", reason)
+
+    def plan(self) -> StepPlan | None:
+        self._admit()
+        if self._gate.shut:
+            for seq in [s for s in self.sequences if s.state is State.RESERVED]:
+                self._begin(seq)  # a gate may have opened since
+        while victims := self._batch.grow():
+            for seq in victims:
+                self.end(seq)
+                preempted = pb.Preempted(key=key_message(seq.key))
+                seq.port.send(pb.WorkerMessage(preempted=preempted))
+        return self._batch.plan()
+
+    def commit(self, result: StepResult) -> None:
+        tokens, firsts = self._batch.commit(result)
+        if tokens.rows.size:
+            emit_tokens(
+                self.sequences.table,
+                self.ports,
+                tokens.rows,
+                tokens.token_ids,
+                tokens.finished,
+                tokens.logprobs,
+            )
+        for i in tokens.finished:
+            self.end(self.sequences.by_row[int(tokens.rows[i])])
+        for first in firsts:
+            self._first_token(first)
+
+    def fail_step(self, error: Exception) -> None:
+        for seq in self._batch.planned.seqs:
+            self.end(seq)
+            send_failed(seq.port, seq.key, "internal", str(error))
+
+    def end(self, seq: WorkerSequence) -> None:
+        match seq.state:
+            case State.WAITING:
+                self._waiting.remove(seq)
+                self.sequences.close(seq)
+            case State.RESERVED if not seq.verified:
+                # A scatter may be writing its blocks: the receiver's last word lifts the fence.
+                self._receiver.release(seq.lease)
+                self.sequences.close(seq, fence=seq.key)
+            case State.RESERVED:
+                self.sequences.close(seq)
+            case _:
+                self._batch.discard(seq)
+                self.sequences.close(seq)
+
+    def counts(self) -> tuple[int, int, int]:
+        running = len(self._batch.running) + len(self._batch.prompts)
+        return running, len(self._waiting), self._batch.waiting_tokens
+
+    def _reserve(self, port: RouterPort, reserve: pb.Reserve) -> None:
+        key = AttemptKey(port.incarnation, RequestId(reserve.key.request), reserve.key.attempt)
+        if not self.sequences.supersede(key, self.end):
+            return send_failed(port, key, "stale", "a later attempt is running")
+        reason = self._ledger.never_fits(len(reserve.sequence.token_ids))
+        full = len(self._waiting) >= self._reserve_queue
+        if reason is not None or full:
+            refused = pb.Refused(
+                key=reserve.key, reason=reason or "reservation queue is full", never=bool(reason)
+            )
+            port.send(pb.WorkerMessage(refused=refused))
+            return None
+        seq = self.sequences.open(key, port, reserve.sequence)
+        seq.local = reserve.local
+        self._waiting.append(seq)
+        return None
+
+    def _admit(self) -> None:
+        """Grant reservations in order of arrival while the ledger has room for the first."""
+        while self._waiting:
+            seq = self._waiting[0]
+            if self._gate.shut and self._gate.holds(seq.state, seq.key):
+                return
+            # A local prompt computes its last position here; otherwise all KV may be cached.
+            cached = self.sequences.cached_blocks(seq, seq.length - seq.local)
+            if not self._has_room(seq, len(cached)):
+                return
+            if not self.sequences.hold(seq, cached, reserved=True):
+                return
+            self._waiting.popleft()
+            self._grant(seq)
+
+    def _has_room(self, seq: WorkerSequence, num_cached: int) -> bool:
+        table = self.sequences.table
+        held = np.fromiter(self.sequences.by_row, np.int64, len(self.sequences.by_row))
+        most = min(seq.spec.prompt_len + seq.spec.sampling.max_tokens, table.max_model_len)
+        fresh = self.sequences.blocks_for(seq.length) - num_cached
+        free = self.sequences.pool.num_free
+        growth = self._ledger.growth(table.length[held], table.max_length[held])
+        return self._ledger.admits(free, fresh, growth if held.size else None, seq.length, most)
+
+    def _grant(self, seq: WorkerSequence) -> None:
+        seq.enter(State.RESERVED)
+        seq.lease = LeaseId(next(self._leases))
+        if seq.local or seq.cached_tokens == seq.length:
+            self._verified(seq)
+        else:
+            self._receiver.expect(self._job(seq))
+        granted = pb.Granted(
+            key=key_message(seq.key), lease=seq.lease, cached_tokens=seq.cached_tokens
+        )
+        seq.port.send(pb.WorkerMessage(granted=granted))
+
+    def _job(self, seq: WorkerSequence) -> ReceiveJob:
+        return ReceiveJob(
+            key=seq.key,
+            lease=seq.lease,
+            tokens=Span(seq.cached_tokens, seq.length),
+            blocks=block_table(self.sequences.pool, seq.blocks),
+            deadline_s=seq.deadline_s,
+            chain_hash=seq.hashes[-1] if seq.hashes else self.sequences.root,
+        )
+
+    def _verified(self, seq: WorkerSequence) -> None:
+        """Its blocks stop being reserved: they hold its KV, or will be computed here."""
+        seq.verified = True
+        self.sequences.fill_reserved(seq)
+        if not seq.local:
+            self.sequences.table.computed[seq.row] = seq.length
+            self.sequences.publish(seq, seq.length)
+
+    def _start(self, port: RouterPort, start: pb.Start) -> None:
+        key = AttemptKey(port.incarnation, RequestId(start.key.request), start.key.attempt)
+        seq = self.sequences.get(key)
+        if seq is None or seq.state is not State.RESERVED or seq.local:
+            return
+        seq.first_token = start.token_id
+        seq.started_s = self.sequences.clock()
+        self._begin(seq)
+
+    def _begin(self, seq: WorkerSequence) -> None:
+        """Into the running batch, once first token and KV are both here."""
+        if not seq.verified or seq.first_token is None:
+            return
+        if self._gate.shut and self._gate.holds(seq.state, seq.key):
+            return
+        self.sequences.table.append_one(seq.row, seq.first_token)
+        seq.enter(State.DECODING)
+        self._batch.running.append(seq)
+        ready = pb.DecodeReady(
+            key=key_message(seq.key),
+            transfer_bytes=seq.received.nbytes,
+            transfer_busy_s=seq.received.busy_s,
+            transfer_wall_s=seq.received.wall_s,
+            exposed_s=self.sequences.clock() - seq.started_s,
+        )
+        seq.port.send(pb.WorkerMessage(decode_ready=ready))
+
+    def _prefill(self, port: RouterPort, prefill: pb.Prefill) -> None:
+        key = AttemptKey(port.incarnation, RequestId(prefill.key.request), prefill.key.attempt)
+        seq = self.sequences.get(key)
+        if seq is None or seq.state is not State.RESERVED or not seq.local:
+            return send_failed(port, key, "stale", "no local reservation")
+        seq.enter(State.PREFILLING)
+        self._batch.prompts.append(seq)
+        return None
+
+    def _first_token(self, first: FirstToken) -> None:
+        seq = first.seq
+        report_first_token(first, self.sequences.clock())
+        if first.finish_reason is not None:
+            self.sequences.close(seq)
+            return
+        seq.enter(State.DECODING)
+        self._batch.running.append(seq)

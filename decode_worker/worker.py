@@ -1,0 +1,93 @@
+"""One decode worker, wired: backend, accounting, role, receiver, step loop, session."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from kvferry.core.config import Config
+from kvferry.core.ids import new_incarnation
+from kvferry.decode_worker.admission import Ledger
+from kvferry.decode_worker.batch import DecodeBatch
+from kvferry.decode_worker.role import DecodeRole
+from kvferry.engine.backend import Backend
+from kvferry.engine.host import WorkerHost
+from kvferry.engine.loop import StepLoop
+from kvferry.engine.ports import Gate, OpenGate
+from kvferry.engine.session import SessionServer
+from kvferry.engine.wiring import build_parts, session_settings
+from kvferry.kv_transfer.endpoints import listen
+from kvferry.kv_transfer.memory import PagedKvMemory
+from kvferry.kv_transfer.receiver import KvReceiver
+from kvferry.kv_transfer.wire import layout_message, layout_of, link_options
+from kvferry.proto import worker_pb2 as pb
+from kvferry.proto.session import PROTOCOL
+
+
+class DecodeWorker:
+    """Built with everything it needs; ``start`` opens its threads and ports, ``stop`` closes them."""
+
+    def __init__(
+        self,
+        worker_id: str,
+        config: Config,
+        backend: Backend,
+        secret: str,
+        gate: Gate | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        pool = config.decode
+        parts = build_parts(backend, pool, config.transfer.lease_s, clock)
+        incarnation = new_incarnation()
+        layout = layout_of(backend.kv)
+        memory = PagedKvMemory(backend.kv.slots, layout, parts.pool.generations)
+        self.receiver = KvReceiver(
+            memory,
+            link_options(config, secret, incarnation),
+            lambda event: self.loop.post(event),
+            listen("loopback" if config.transfer.transport == "loopback" else "shm"),
+            clock,
+        )
+        gate = gate or OpenGate()
+        batch = DecodeBatch(
+            parts.sequences, parts.stepper, gate, pool.max_batch_tokens, pool.max_batch_seqs
+        )
+        ledger = Ledger(
+            num_blocks=backend.kv.num_blocks,
+            block_size=pool.block_size,
+            max_model_len=backend.max_model_len,
+            growth_tokens=pool.growth_tokens,
+        )
+        self.role = DecodeRole(
+            parts.sequences, ledger, batch, self.receiver, gate, pool.reserve_queue
+        )
+        self.loop = StepLoop(self.role, backend.runner, clock)
+        hello = pb.WorkerHello(
+            worker_id=worker_id,
+            incarnation=incarnation,
+            role=pool.role,
+            protocol=PROTOCOL,
+            layout=layout_message(layout),
+            root_hash=backend.root,
+            num_blocks=backend.kv.num_blocks,
+            max_model_len=backend.max_model_len,
+            kv_endpoint=self.receiver.endpoint,
+            prefix_cache=pool.prefix_cache,
+            max_batch_tokens=pool.max_batch_tokens,
+            max_batch_seqs=pool.max_batch_seqs,
+        )
+        server = SessionServer(self.loop, hello, session_settings(config, pool, secret))
+        self.host = WorkerHost(self.loop, server, worker_id)
+
+    async def start(self) -> str:
+        """Returns the session address, HOST:PORT. Raises StartupError."""
+        return await self.host.start()
+
+    async def ended(self) -> None:
+        """Return when stopped; raise what the step loop died of."""
+        await self.host.ended()
+
+    async def stop(self) -> None:
+        await self.host.stop()
+        await asyncio.to_thread(self.receiver.close)

@@ -1,0 +1,201 @@
+"""The step loop: the one thread on which everything a worker knows about its sequences changes.
+
+    events in ─▶ clock ─▶ plan ─▶ runner.execute ─▶ commit ─▶ messages out
+
+Sessions, transfers and callers on other threads only ``post`` events. What differs between the roles is
+behind ``Role``; what is the same for both - sessions, leases, deadlines, cancels, cache deltas - is here.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from kvferry.core.ids import AttemptKey, Incarnation, RequestId
+from kvferry.engine.plan import Runner, StepPlan, StepResult
+from kvferry.engine.ports import FromRouter, RouterPort, SessionClosed, SessionOpened, send_failed
+from kvferry.engine.sequences import Sequences, WorkerSequence
+from kvferry.proto import worker_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+SNAPSHOT_HASHES = 8192
+"""Hashes per piece of a cache snapshot: 16 bytes each and a little framing, under 256 KiB."""
+
+
+class Role(Protocol):
+    """What a prefill worker and a decode worker do differently."""
+
+    sequences: Sequences
+    ports: dict[Incarnation, RouterPort]
+
+    def receive(self, port: RouterPort, message: pb.RouterMessage) -> None:
+        """A Reserve, Prefill or Start."""
+        ...
+
+    def transferred(self, event: object) -> None:
+        """A terminal event of the KV plane."""
+        ...
+
+    def plan(self) -> StepPlan | None:
+        """The next step, or None when nothing can run."""
+        ...
+
+    def commit(self, result: StepResult) -> None:
+        """Take in the result of the step planned last."""
+        ...
+
+    def fail_step(self, error: Exception) -> None:
+        """The step planned last could not be run: its sequences fail, the worker goes on."""
+        ...
+
+    def end(self, seq: WorkerSequence) -> None:
+        """Stop ``seq`` in whatever state it is and give back all it holds. Legal in every state."""
+        ...
+
+    def counts(self) -> tuple[int, int, int]:
+        """(running sequences, waiting sequences, tokens still to prefill)."""
+        ...
+
+
+class StepLoop:
+    """Runs a role. ``turn`` is one round; ``run`` repeats it on a thread until ``stop``."""
+
+    def __init__(
+        self, role: Role, runner: Runner, clock: Callable[[], float], idle_s: float = 0.1
+    ) -> None:
+        self.role = role
+        self.runner = runner
+        self.steps = 0
+        self._clock = clock
+        self._idle_s = idle_s
+        self._inbox: deque[object] = deque()
+        self._wake = threading.Event()
+        self._stopping = False
+        self._delta_sequence = 0
+        self._moved_s = clock()
+
+    def post(self, event: object) -> None:
+        """Hand over an event or a callable from any thread."""
+        self._inbox.append(event)
+        self._wake.set()
+
+    def stop(self) -> None:
+        self._stopping = True
+        self._wake.set()
+
+    def run(self) -> None:
+        while not self._stopping:
+            self._wake.clear()
+            if not self.turn() and not self._inbox:
+                self._wake.wait(self._idle_s)
+
+    def turn(self) -> bool:
+        """One round. Returns whether a step was run."""
+        while self._inbox:
+            self._handle(self._inbox.popleft())
+        self._expire()
+        plan = self.role.plan()
+        if plan is not None:
+            self._execute(plan)
+        elif self.role.counts()[0] == 0:
+            self._moved_s = self._clock()
+        self._send_cache_deltas()
+        return plan is not None
+
+    def load(self) -> pb.Load:
+        """Called from any thread: a snapshot of plain counters."""
+        running, waiting, waiting_tokens = self.role.counts()
+        blocks = self.role.sequences.pool.counts()
+        return pb.Load(
+            running=running,
+            waiting=waiting,
+            waiting_tokens=waiting_tokens,
+            free=blocks.free,
+            reserved=blocks.reserved,
+            in_use=blocks.in_use,
+            cached=blocks.cached,
+            fenced=blocks.fenced,
+            steps=self.steps,
+            stalled_s=max(0.0, self._clock() - self._moved_s) if running else 0.0,
+        )
+
+    def _execute(self, plan: StepPlan) -> None:
+        try:
+            result = self.runner.execute(plan)
+        except Exception as error:
+            log.exception("step %d failed", plan.step)
+            self.role.fail_step(error)
+            return
+        self.steps += 1
+        self._moved_s = self._clock()
+        self.role.commit(result)
+
+    def _handle(self, event: object) -> None:
+        match event:
+            case FromRouter(port, message):
+                self._from_router(port, message)
+            case SessionOpened(port):
+                self._session_opened(port)
+            case SessionClosed(port):
+                self._session_closed(port)
+            case _ if callable(event):
+                event()
+            case _:
+                self.role.transferred(event)
+
+    def _from_router(self, port: RouterPort, message: pb.RouterMessage) -> None:
+        sequences = self.role.sequences
+        kind = message.WhichOneof("kind")
+        if kind == "cancel":
+            key = message.cancel.key
+            attempt = AttemptKey(port.incarnation, RequestId(key.request), key.attempt)
+            seq = sequences.get(attempt)
+            if seq is not None:
+                self.role.end(seq)
+        elif kind == "renew":
+            sequences.renew(port.incarnation, message.renew)
+        else:
+            self.role.receive(port, message)
+
+    def _session_closed(self, port: RouterPort) -> None:
+        if self.role.ports.get(port.incarnation) is not port:
+            return  # its router has connected again
+        del self.role.ports[port.incarnation]
+        for seq in self.role.sequences:
+            if seq.port is port:
+                self.role.end(seq)
+
+    def _expire(self) -> None:
+        """Runs on every turn, whether or not anything else does: a full worker must be able to heal."""
+        for seq in self.role.sequences.expired():
+            self.role.end(seq)
+            send_failed(seq.port, seq.key, "deadline", "lease or deadline ended")
+
+    def _session_opened(self, port: RouterPort) -> None:
+        self._send_cache_deltas()  # to the others: the snapshot already holds these
+        self.role.ports[port.incarnation] = port
+        hashes = self.role.sequences.pool.snapshot()
+        for start in range(0, max(len(hashes), 1), SNAPSHOT_HASHES):
+            piece = hashes[start : start + SNAPSHOT_HASHES]
+            delta = pb.CacheDelta(
+                sequence=self._delta_sequence,
+                added=piece,
+                snapshot=True,
+                last=start + SNAPSHOT_HASHES >= len(hashes),
+            )
+            port.send(pb.WorkerMessage(cache_delta=delta))
+
+    def _send_cache_deltas(self) -> None:
+        events = self.role.sequences.pool.drain_events()
+        if not (events.added or events.removed):
+            return
+        self._delta_sequence += 1
+        delta = pb.CacheDelta(
+            sequence=self._delta_sequence, added=events.added, removed=events.removed
+        )
+        for port in self.role.ports.values():
+            port.send(pb.WorkerMessage(cache_delta=delta))

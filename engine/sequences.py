@@ -1,0 +1,225 @@
+"""Sequences on a worker: their states, their blocks, and the one place where both are taken and given back.
+
+    prefill worker      WAITING ─▶ PREFILLING ─▶ TRANSFERRING ─▶ CLOSED
+    decode worker       WAITING ─▶ RESERVED ─▶ DECODING ─▶ CLOSED
+    local prefill       WAITING ─▶ RESERVED ─▶ PREFILLING ─▶ DECODING ─▶ CLOSED
+
+Every state may go straight to CLOSED: by cancel, deadline, lost session or failure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+from kvferry.cache.block_pool import BlockPool
+from kvferry.cache.hashing import block_hash, chain_hashes
+from kvferry.core.ids import AttemptKey, BlockHash, BlockId, Incarnation, LeaseId
+from kvferry.engine.ports import RouterPort
+from kvferry.engine.table import SequenceTable
+from kvferry.proto import worker_pb2 as pb
+
+
+class State(StrEnum):
+    WAITING = "waiting"
+    RESERVED = "reserved"
+    PREFILLING = "prefilling"
+    TRANSFERRING = "transferring"
+    DECODING = "decoding"
+    CLOSED = "closed"
+
+
+_NEXT = {
+    State.WAITING: {State.RESERVED, State.PREFILLING, State.CLOSED},
+    State.RESERVED: {State.PREFILLING, State.DECODING, State.CLOSED},
+    State.PREFILLING: {State.TRANSFERRING, State.DECODING, State.CLOSED},
+    State.TRANSFERRING: {State.CLOSED},
+    State.DECODING: {State.CLOSED},
+    State.CLOSED: set(),
+}
+
+
+class Received(NamedTuple):
+    """What the receiver counted of a transfer."""
+
+    nbytes: int = 0
+    busy_s: float = 0.0
+    wall_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class WorkerSequence:
+    """One attempt of one request on this worker."""
+
+    key: AttemptKey
+    port: RouterPort
+    spec: pb.SequenceSpec
+    arrived_s: float
+    deadline_s: float
+    """On this worker's clock: when it ends whatever its router says."""
+    lease_until_s: float
+    hashes: list[BlockHash]
+    """Chain of the full blocks known so far."""
+    state: State = State.WAITING
+    lease: LeaseId = LeaseId(0)
+    row: int = -1
+    """In the table, once it has blocks."""
+    blocks: list[BlockId] = field(default_factory=list)
+    published: int = 0
+    """Leading blocks that are findable, or were when they were acquired."""
+    cached_tokens: int = 0
+    started_s: float = 0.0
+    target: pb.Target | None = None
+    """Prefill: where its KV goes."""
+    local: bool = False
+    """Decode: it is prefilled here."""
+    first_token: int | None = None
+    """Decode: known once the router said Start."""
+    verified: bool = False
+    """Decode: all its KV is here and verified."""
+    received: Received = field(default_factory=Received)
+
+    @property
+    def length(self) -> int:
+        """Tokens it arrived with."""
+        return len(self.spec.token_ids)
+
+    def enter(self, state: State) -> None:
+        if state not in _NEXT[self.state]:
+            raise AssertionError(f"{self.key}: {self.state} cannot become {state}")
+        self.state = state
+
+
+class Sequences:
+    """All live sequences of a worker, their rows and their blocks."""
+
+    def __init__(
+        self,
+        table: SequenceTable,
+        pool: BlockPool,
+        root: BlockHash,
+        clock: Callable[[], float],
+        lease_s: float,
+    ) -> None:
+        self.table = table
+        self.pool = pool
+        self.root = root
+        self.clock = clock
+        self.lease_s = lease_s
+        self.by_row: dict[int, WorkerSequence] = {}
+        self._live: dict[tuple[Incarnation, int], WorkerSequence] = {}
+
+    def __iter__(self) -> Iterator[WorkerSequence]:
+        return iter(list(self._live.values()))
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def get(self, key: AttemptKey) -> WorkerSequence | None:
+        """The live sequence of exactly this attempt."""
+        seq = self._live.get((key.router, key.request))
+        return seq if seq is not None and seq.key.attempt == key.attempt else None
+
+    def supersede(self, key: AttemptKey, end: Callable[[WorkerSequence], None]) -> bool:
+        """Make way: ``end`` an earlier attempt of the same request. False: ``key`` is the stale one."""
+        seq = self._live.get((key.router, key.request))
+        if seq is None:
+            return True
+        if seq.key.attempt >= key.attempt:
+            return False
+        end(seq)
+        return True
+
+    def open(self, key: AttemptKey, port: RouterPort, spec: pb.SequenceSpec) -> WorkerSequence:
+        """A new sequence in WAITING, without row or blocks."""
+        now = self.clock()
+        seq = WorkerSequence(
+            key=key,
+            port=port,
+            spec=spec,
+            arrived_s=now,
+            deadline_s=now + spec.deadline_s,
+            lease_until_s=now + self.lease_s,
+            hashes=chain_hashes(self.root, spec.token_ids, self.table.block_size),
+        )
+        self._live[key.router, key.request] = seq
+        return seq
+
+    def cached_blocks(self, seq: WorkerSequence, num_tokens: int) -> list[BlockId]:
+        """Findable blocks of the first ``num_tokens`` tokens; no reference is taken."""
+        return self.pool.match(seq.hashes[: num_tokens // self.table.block_size])
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.table.block_size)
+
+    def hold(self, seq: WorkerSequence, cached: Sequence[BlockId], *, reserved: bool) -> bool:
+        """Give ``seq`` a row, the cached blocks and fresh ones for all its tokens; all or nothing.
+
+        ``reserved``: the fresh blocks stay RESERVED, for KV that arrives from outside; else they are IN_USE.
+        """
+        if self.table.num_free == 0:
+            return False
+        self.pool.acquire(cached)
+        take = self.pool.reserve if reserved else self.pool.allocate
+        fresh = take(self.blocks_for(seq.length) - len(cached))
+        if fresh is None:
+            self.pool.release(cached)
+            return False
+        seq.blocks = [*cached, *fresh]
+        seq.published = len(cached)
+        seq.cached_tokens = len(cached) * self.table.block_size
+        seq.row = self.table.lend(seq.key, seq.spec)
+        self.table.set_blocks(seq.row, seq.blocks)
+        self.table.computed[seq.row] = seq.cached_tokens
+        self.by_row[seq.row] = seq
+        return True
+
+    def fill_reserved(self, seq: WorkerSequence) -> None:
+        """All KV of a reserved sequence is here and verified, or will be computed here."""
+        self.pool.commit(seq.blocks[seq.published :])
+
+    def grow(self, seq: WorkerSequence) -> bool:
+        """One more block for the next token; False when none is to be had."""
+        fresh = self.pool.allocate(1)
+        if fresh is None:
+            return False
+        seq.blocks.append(fresh[0])
+        self.table.add_block(seq.row, fresh[0])
+        return True
+
+    def publish(self, seq: WorkerSequence, num_tokens: int) -> None:
+        """Make the full blocks among the first ``num_tokens`` computed tokens findable."""
+        size = self.table.block_size
+        for index in range(seq.published, num_tokens // size):
+            parent = seq.hashes[index - 1] if index else self.root
+            if index == len(seq.hashes):
+                tokens = self.table.tokens[seq.row, index * size : (index + 1) * size]
+                seq.hashes.append(block_hash(parent, tokens))
+            self.pool.publish(seq.blocks[index], seq.hashes[index], parent)
+            seq.published = index + 1
+
+    def close(self, seq: WorkerSequence, fence: AttemptKey | None = None) -> None:
+        """End ``seq`` and give back its row and blocks; under ``fence``, only when that is lifted."""
+        seq.enter(State.CLOSED)
+        if self._live.get((seq.key.router, seq.key.request)) is seq:
+            del self._live[seq.key.router, seq.key.request]
+        if seq.row < 0:
+            return
+        del self.by_row[seq.row]
+        self.table.give_back(seq.row)
+        # Deepest first, so that a chain is given up from its leaf.
+        self.pool.release(seq.blocks[::-1], fence)
+
+    def renew(self, router: Incarnation, renewal: pb.Renew) -> None:
+        """Extend the leases of the attempts that their router still wants."""
+        until = self.clock() + self.lease_s
+        for key in renewal.keys:
+            seq = self.get(AttemptKey(router, key.request, key.attempt))  # type: ignore[arg-type]
+            if seq is not None:
+                seq.lease_until_s = until
+
+    def expired(self) -> list[WorkerSequence]:
+        now = self.clock()
+        return [s for s in self._live.values() if now > s.deadline_s or now > s.lease_until_s]

@@ -1,0 +1,59 @@
+"""From sequences to a step plan, and from a step result back into the sequences. Same for both roles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvferry.core.request import FinishReason
+from kvferry.engine.commit import StopRules
+from kvferry.engine.plan import StepPlan, StepResult
+from kvferry.engine.sequences import Sequences, WorkerSequence
+from kvferry.engine.table import Rows, build_plan
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step that is planned or running: ``seqs[i]`` has table row ``rows[i]``."""
+
+    seqs: list[WorkerSequence]
+    rows: Rows
+    plan: StepPlan
+
+    @property
+    def sampled_rows(self) -> Rows:
+        rows: Rows = self.rows[self.plan.sampled]
+        return rows
+
+
+class Stepper:
+    """Builds and settles the steps of one worker, one at a time."""
+
+    def __init__(self, sequences: Sequences, rules: StopRules) -> None:
+        self._sequences = sequences
+        self._rules = rules
+        self._number = 0
+
+    def build(self, seqs: list[WorkerSequence], counts: list[int]) -> Step:
+        """The step in which ``seqs[i]`` computes its next ``counts[i]`` tokens."""
+        self._number += 1
+        rows = np.fromiter((seq.row for seq in seqs), np.int64, len(seqs))
+        table = self._sequences.table
+        plan = build_plan(table, self._number, rows, np.asarray(counts, np.int32))
+        step = Step(seqs, rows, plan)
+        self._rules.add_edits(plan.sampling, step.sampled_rows, self._sequences.by_row)
+        return step
+
+    def settle(self, step: Step, result: StepResult) -> dict[int, FinishReason]:
+        """Take in new KV and new tokens. Returns sampled index -> reason for what has ended."""
+        sequences, table = self._sequences, self._sequences.table
+        context = step.plan.context_lens
+        computed = context + step.plan.query_lens
+        table.computed[step.rows] = computed
+        size = table.block_size
+        for i in np.flatnonzero(computed // size > context // size).tolist():
+            sequences.publish(step.seqs[i], int(computed[i]))
+        rows = step.sampled_rows
+        table.append(rows, result.token_ids)
+        return self._rules.finished(rows, result.token_ids, sequences.by_row)

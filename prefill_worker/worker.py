@@ -1,0 +1,87 @@
+"""One prefill worker, wired: backend, accounting, role, sender, step loop, session."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from kvferry.core.config import Config
+from kvferry.core.ids import new_incarnation
+from kvferry.engine.backend import Backend
+from kvferry.engine.host import WorkerHost
+from kvferry.engine.loop import StepLoop
+from kvferry.engine.ports import Gate, OpenGate
+from kvferry.engine.session import SessionServer
+from kvferry.engine.wiring import build_parts, session_settings
+from kvferry.kv_transfer.memory import PagedKvMemory
+from kvferry.kv_transfer.sender import KvSender
+from kvferry.kv_transfer.wire import layout_message, layout_of, link_options
+from kvferry.prefill_worker.admission import PromptAdmission
+from kvferry.prefill_worker.batch import PrefillBatch
+from kvferry.prefill_worker.role import PrefillRole
+from kvferry.proto import worker_pb2 as pb
+from kvferry.proto.session import PROTOCOL
+
+
+class PrefillWorker:
+    """Built with everything it needs; ``start`` opens its threads and ports, ``stop`` closes them."""
+
+    def __init__(
+        self,
+        worker_id: str,
+        config: Config,
+        backend: Backend,
+        secret: str,
+        gate: Gate | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        pool = config.prefill
+        parts = build_parts(backend, pool, config.transfer.lease_s, clock)
+        incarnation = new_incarnation()
+        layout = layout_of(backend.kv)
+        memory = PagedKvMemory(backend.kv.slots, layout, parts.pool.generations)
+        options = link_options(config, secret, incarnation)
+        self.sender = KvSender(memory, options, lambda event: self.loop.post(event))
+        batch = PrefillBatch(
+            parts.sequences,
+            parts.stepper,
+            gate or OpenGate(),
+            pool.max_batch_tokens,
+            pool.max_batch_seqs,
+        )
+        admission = PromptAdmission(
+            num_blocks=backend.kv.num_blocks,
+            block_size=pool.block_size,
+            max_model_len=backend.max_model_len,
+            max_batch_tokens=pool.max_batch_tokens,
+        )
+        self.role = PrefillRole(parts.sequences, admission, batch, self.sender)
+        self.loop = StepLoop(self.role, backend.runner, clock)
+        hello = pb.WorkerHello(
+            worker_id=worker_id,
+            incarnation=incarnation,
+            role="prefill",
+            protocol=PROTOCOL,
+            layout=layout_message(layout),
+            root_hash=backend.root,
+            num_blocks=backend.kv.num_blocks,
+            max_model_len=backend.max_model_len,
+            prefix_cache=pool.prefix_cache,
+            max_batch_tokens=pool.max_batch_tokens,
+            max_batch_seqs=pool.max_batch_seqs,
+        )
+        server = SessionServer(self.loop, hello, session_settings(config, pool, secret))
+        self.host = WorkerHost(self.loop, server, worker_id)
+
+    async def start(self) -> str:
+        """Returns the session address, HOST:PORT. Raises StartupError."""
+        return await self.host.start()
+
+    async def ended(self) -> None:
+        """Return when stopped; raise what the step loop died of."""
+        await self.host.ended()
+
+    async def stop(self) -> None:
+        await self.host.stop()
+        await asyncio.to_thread(self.sender.close)

@@ -1,0 +1,238 @@
+"""One attempt on the workers chosen for it: a context whose exit releases every side.
+
+    RemotePair   Reserve on D ─▶ Prefill on P ══KV══▶ D, Start on D ─▶ tokens from D
+    LocalPair    Reserve on D ─▶ Prefill on D ─▶ tokens from D
+    PrefillOnly  Prefill on P, whose first token is the last
+
+Three small classes rather than one with flags; the spine cannot tell them apart.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from types import TracebackType
+from typing import Protocol, Self
+
+from kvferry.core.errors import ProtocolError, WorkerBusy
+from kvferry.core.request import FinishReason, Timeline, TokenStep
+from kvferry.proto import worker_pb2 as pb
+from kvferry.router.mailbox import Mailbox
+from kvferry.router.progress import Progress
+from kvferry.router.session import WorkerSession, token_logprob
+from kvferry.router.side import Side
+
+AnotherPrefill = Callable[[Progress, WorkerSession], Awaitable[WorkerSession]]
+"""Waits for a prefill worker that may take the prompt after the given one was busy."""
+
+
+class Pair(Protocol):
+    """An attempt. Entering it reserves, leaving it releases."""
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+    async def prefill(self) -> TokenStep:
+        """The first token. Raises AttemptFailed."""
+        ...
+
+    async def decode(self) -> TokenStep | None:
+        """The next tokens; None after the last. Raises AttemptFailed."""
+        ...
+
+
+class _Attempt:
+    """What the three kinds share: the mailbox, the timeline, and reading one from the other."""
+
+    def __init__(self, progress: Progress, timeline: Timeline) -> None:
+        self.progress = progress
+        self.spec = progress.spec()
+        self.timeline = timeline
+        self.mailbox = Mailbox()
+        self.finished = False
+
+    async def granted(self, side: Side) -> pb.Granted:
+        started = time.monotonic()
+        reply = await self.mailbox.next()
+        if isinstance(reply, TokenStep) or not reply.HasField("granted"):
+            raise ProtocolError("a reservation was answered by something else")
+        side.granted()
+        self.timeline.reserve_s += time.monotonic() - started
+        self.timeline.cached_tokens_decode = reply.granted.cached_tokens
+        self.timeline.decode_worker = side.view.worker_id
+        return reply.granted
+
+    async def prefill_done(self) -> pb.PrefillDone | None:
+        """None when the worker was busy instead."""
+        reply = await self.mailbox.next()
+        if isinstance(reply, TokenStep) or not (
+            reply.HasField("prefill_done") or reply.HasField("busy")
+        ):
+            raise ProtocolError("a prefill was answered by something else")
+        return reply.prefill_done if reply.HasField("prefill_done") else None
+
+    def first_token(self, side: Side, done: pb.PrefillDone) -> TokenStep:
+        side.prefilled()
+        timeline = self.timeline
+        timeline.prefill_wait_s += done.wait_s
+        timeline.prefill_s += done.compute_s
+        timeline.cached_tokens_prefill = done.cached_tokens
+        timeline.prefill_worker = side.view.worker_id
+        reason = FinishReason(done.finish_reason) if done.finish_reason else None
+        self.finished = reason is not None
+        logprobs = (token_logprob(done.logprob),) if done.HasField("logprob") else ()
+        return TokenStep((done.token_id,), logprobs, reason)
+
+    async def next_tokens(self, side: Side) -> TokenStep | None:
+        while not self.finished:
+            item = await self.mailbox.next()
+            if isinstance(item, TokenStep):
+                self.finished = side.over = item.finish_reason is not None
+                return item
+            if item.HasField("decode_ready"):
+                self.transferred(item.decode_ready)
+        return None
+
+    def transferred(self, ready: pb.DecodeReady) -> None:
+        timeline = self.timeline
+        timeline.transfer_bytes += ready.transfer_bytes
+        timeline.transfer_busy_s += ready.transfer_busy_s
+        timeline.transfer_wall_s += ready.transfer_wall_s
+        timeline.transfer_exposed_s += ready.exposed_s
+
+
+class RemotePair:
+    """Prefill and decode on different workers, KV shipped between them."""
+
+    def __init__(
+        self,
+        progress: Progress,
+        timeline: Timeline,
+        prefill: WorkerSession,
+        decode: WorkerSession,
+        another_prefill: AnotherPrefill,
+    ) -> None:
+        self._attempt = _Attempt(progress, timeline)
+        self._prefill = Side(prefill, progress, self._attempt.mailbox)
+        self._decode = Side(decode, progress, self._attempt.mailbox)
+        self._another_prefill = another_prefill
+        self._target = pb.Target()
+
+    async def __aenter__(self) -> Self:
+        self._prefill.claim_prompt(len(self._attempt.spec.token_ids))
+        self._decode.reserve(self._attempt.spec, local=False)
+        try:
+            granted = await self._attempt.granted(self._decode)
+        except BaseException:
+            await self.__aexit__()
+            raise
+        hello = self._decode.view.hello
+        self._target = pb.Target(
+            endpoint=hello.kv_endpoint,
+            lease=granted.lease,
+            cached_tokens=granted.cached_tokens,
+            layout=hello.layout,
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._prefill.release()
+        self._decode.release()
+
+    async def prefill(self) -> TokenStep:
+        attempt = self._attempt
+        self._prefill.prefill(attempt.spec, self._target)
+        while (done := await attempt.prefill_done()) is None:
+            await self._move()
+        step = attempt.first_token(self._prefill, done)
+        self._prefill.over = attempt.finished
+        if not attempt.finished:
+            # Before the client hears of the token: decode must never wait for a client.
+            self._decode.start(done.token_id)
+        return step
+
+    async def decode(self) -> TokenStep | None:
+        step = await self._attempt.next_tokens(self._decode)
+        # Tokens come after all KV was verified, and P's part ended with that.
+        self._prefill.over = True
+        return step
+
+    async def _move(self) -> None:
+        """P had no room: keep D's lease and go to another P, or to this one once it has."""
+        attempt = self._attempt
+        self._prefill.over = True
+        self._prefill.release()
+        session = await self._another_prefill(attempt.progress, self._prefill.session)
+        self._prefill = Side(session, attempt.progress, attempt.mailbox)
+        self._prefill.claim_prompt(len(attempt.spec.token_ids))
+        self._prefill.prefill(attempt.spec, self._target)
+
+
+class LocalPair:
+    """Prefill and decode on one worker: same life, no transfer."""
+
+    def __init__(self, progress: Progress, timeline: Timeline, worker: WorkerSession) -> None:
+        self._attempt = _Attempt(progress, timeline)
+        self._side = Side(worker, progress, self._attempt.mailbox)
+
+    async def __aenter__(self) -> Self:
+        self._side.claim_prompt(len(self._attempt.spec.token_ids))
+        self._side.reserve(self._attempt.spec, local=True)
+        try:
+            await self._attempt.granted(self._side)
+        except BaseException:
+            self._side.release()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._side.release()
+
+    async def prefill(self) -> TokenStep:
+        self._side.prefill(self._attempt.spec, None)
+        done = await self._attempt.prefill_done()
+        if done is None:
+            self._side.over = True
+            raise WorkerBusy(f"worker {self._side.view.worker_id} has no room")
+        step = self._attempt.first_token(self._side, done)
+        self._side.over = self._attempt.finished
+        return step
+
+    async def decode(self) -> TokenStep | None:
+        return await self._attempt.next_tokens(self._side)
+
+
+class PrefillOnly:
+    """Nothing follows the first token, so that no decode worker is asked."""
+
+    def __init__(self, progress: Progress, timeline: Timeline, worker: WorkerSession) -> None:
+        self._attempt = _Attempt(progress, timeline)
+        self._side = Side(worker, progress, self._attempt.mailbox)
+
+    async def __aenter__(self) -> Self:
+        self._side.claim_prompt(len(self._attempt.spec.token_ids))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._side.release()
+
+    async def prefill(self) -> TokenStep:
+        self._side.prefill(self._attempt.spec, None)
+        done = await self._attempt.prefill_done()
+        if done is None:
+            self._side.over = True
+            raise WorkerBusy(f"worker {self._side.view.worker_id} has no room")
+        step = self._attempt.first_token(self._side, done)
+        self._side.over = True
+        return step
+
+    async def decode(self) -> TokenStep | None:
+        if not self._attempt.finished:
+            raise ProtocolError("the last token came without a finish reason")
+        return None

@@ -1,0 +1,74 @@
+"""A request on its way: its prompt, what was emitted, and what is left to do.
+
+A new attempt starts from prompt + emitted tokens and keeps the boundary between them, so that positions, noise,
+penalties, min_tokens and max_tokens go on as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import time
+
+from kvferry.cache.hashing import chain_hashes
+from kvferry.core.ids import BlockHash, RequestId
+from kvferry.core.request import GenerateRequest, TokenStep
+from kvferry.proto import worker_pb2 as pb
+
+
+class Progress:
+    """One choice of one request."""
+
+    def __init__(self, request: GenerateRequest, sample_index: int, number: RequestId) -> None:
+        self.number = number
+        self.attempt = 0
+        self.tokens = list(request.prompt_token_ids)
+        self._request = request
+        self._sample_index = sample_index
+        self._prompt_len = len(self.tokens)
+        self._deadline = time.monotonic() + (request.deadline_s or float("inf"))
+        self._chains: dict[int, list[BlockHash]] = {}
+
+    @property
+    def last_token_next(self) -> bool:
+        """Whether the next token is the last one that may follow."""
+        sampling = self._request.sampling
+        assert sampling.max_tokens is not None, "intake fills in max_tokens"
+        return self._prompt_len + sampling.max_tokens - len(self.tokens) <= 1
+
+    def add(self, step: TokenStep) -> None:
+        self.tokens.extend(step.token_ids)
+        self._chains.clear()
+
+    def chain(self, root: BlockHash, block_size: int) -> list[BlockHash]:
+        """Hashes of the full blocks known so far; computed once per block size and attempt."""
+        if block_size not in self._chains:
+            self._chains[block_size] = chain_hashes(root, self.tokens, block_size)
+        return self._chains[block_size]
+
+    def key(self) -> pb.Key:
+        return pb.Key(request=self.number, attempt=self.attempt)
+
+    def spec(self) -> pb.SequenceSpec:
+        """What a worker has to know."""
+        sampling = self._request.sampling
+        return pb.SequenceSpec(
+            token_ids=self.tokens,
+            prompt_len=self._prompt_len,
+            deadline_s=self._deadline - time.monotonic(),
+            sampling=pb.Sampling(
+                max_tokens=sampling.max_tokens,
+                min_tokens=sampling.min_tokens,
+                temperature=sampling.temperature,
+                top_k=sampling.top_k,
+                top_p=sampling.top_p,
+                min_p=sampling.min_p,
+                seed=(sampling.seed or 0) % 2**64,
+                presence_penalty=sampling.presence_penalty,
+                frequency_penalty=sampling.frequency_penalty,
+                repetition_penalty=sampling.repetition_penalty,
+                stop_token_ids=sampling.stop_token_ids,
+                ignore_eos=sampling.ignore_eos,
+                logit_bias=sampling.logit_bias,
+                logprobs=sampling.logprobs,
+                sample_index=self._sample_index,
+            ),
+        )

@@ -1,0 +1,97 @@
+"""The life of a request, in one place.
+
+    QUEUED        dispatcher.choose        until a (prefill, decode) pair has room
+    RESERVED      entering the pair        the decode side holds a lease
+    PREFILLING    pair.prefill             the first token, from the prefill side
+    TRANSFERRING  pair.decode, until its   KV moves, is verified and scattered
+    DECODING      first token, and after   the other tokens, from the decode side
+    FINISHED      leaving the pair         by end, cancel or error: both sides are released
+
+``generate`` runs this as often as it takes: an attempt that fails - worker lost, preempted, transfer failed - is
+followed by another that starts from prompt + emitted tokens, so that the client sees neither gap nor duplicate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from kvferry.core.errors import AttemptFailed
+from kvferry.core.ids import RequestId
+from kvferry.core.request import GenerateRequest, Timeline, TokenStep
+from kvferry.router.dispatcher import Dispatcher
+from kvferry.router.progress import Progress
+
+log = logging.getLogger(__name__)
+
+RETRY_DELAY_S = 0.05
+
+
+class Spine:
+    """Turns requests into tokens."""
+
+    def __init__(self, dispatcher: Dispatcher, max_attempts: int) -> None:
+        self.running = 0
+        self._dispatcher = dispatcher
+        self._max_attempts = max_attempts
+        self._numbers = itertools.count(1)
+
+    async def generate(
+        self, request: GenerateRequest, sample_index: int, timeline: Timeline
+    ) -> AsyncGenerator[TokenStep, None]:
+        """One choice, through as many attempts as it takes. See ``router.engine.TokenEngine``."""
+        progress = Progress(request, sample_index, RequestId(next(self._numbers)))
+        watch = _Stopwatch(timeline)
+        failures = 0
+        self.running += 1
+        try:
+            while True:
+                try:
+                    async with aclosing(self._attempt(progress, timeline)) as steps:
+                        async for step in steps:
+                            progress.add(step)
+                            watch.saw(step)
+                            failures = 0
+                            yield step
+                    return
+                except AttemptFailed as error:
+                    failures += 1
+                    log.warning("request %d.%d: %s", progress.number, progress.attempt, error)
+                    if failures >= self._max_attempts:
+                        raise
+                    await asyncio.sleep(RETRY_DELAY_S * 2 ** (failures - 1))
+        finally:
+            self.running -= 1
+
+    async def _attempt(
+        self, progress: Progress, timeline: Timeline
+    ) -> AsyncGenerator[TokenStep, None]:
+        progress.attempt += 1
+        timeline.attempts = progress.attempt
+        pair = await self._dispatcher.choose(progress, timeline)
+        async with pair:
+            yield await pair.prefill()
+            while (step := await pair.decode()) is not None:
+                yield step
+
+
+class _Stopwatch:
+    """Fills in what the router itself sees of time and tokens."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        self._started_s = time.monotonic()
+        self._first_s = 0.0
+
+    def saw(self, step: TokenStep) -> None:
+        now = time.monotonic()
+        timeline = self._timeline
+        if not timeline.output_tokens:
+            self._first_s = now
+            timeline.ttft_s = now - self._started_s
+        timeline.output_tokens += len(step.token_ids)
+        timeline.decode_s = now - self._first_s
