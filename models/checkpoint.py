@@ -83,6 +83,11 @@ def fill_decoder(spec: ModelSpec, checkpoint: Checkpoint, dtype: torch.dtype) ->
     weights: dict[str, Tensor] = {}
     for name, parameter in decoder.named_parameters():
         source = _source_of(name, spec, checkpoint)
+        if source not in checkpoint and source == HEAD:
+            raise ModelLoadError(
+                f"{checkpoint.folder}: the checkpoint has no tensor {HEAD}; if this model ties its "
+                "embeddings, config.json must say tie_word_embeddings: true"
+            )
         if source in weights:
             weights[name] = weights[source]
             continue

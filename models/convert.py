@@ -62,7 +62,7 @@ def convert_gguf(path: Path, dtype: torch.dtype, out: Path) -> None:
     config = {**source.config(), "dtype": dtype_name(dtype)}
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     write_safetensors(out / SINGLE_FILE, source.shapes(), dtype, source.tensor)
-    save_tokenizer(path, source.pre_tokenizer, out)
+    save_tokenizer(source, out)
 
 
 def _save_fast_tokenizer(source: Path, out: Path) -> None:

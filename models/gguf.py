@@ -7,6 +7,7 @@ neighbours; that is undone here.
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,12 @@ class GgufFile:
     @property
     def pre_tokenizer(self) -> str:
         return str(self._get("tokenizer.ggml.pre", ""))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the vocabulary."""
+        field = self._reader.fields.get("tokenizer.ggml.tokens")
+        return 0 if field is None else len(field.data)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Hugging Face name -> shape of every tensor."""
@@ -182,16 +189,17 @@ class GgufFile:
         return self._get(full, default[0]) if default else self._need(full)
 
 
-def save_tokenizer(path: Path, pre_tokenizer: str, out: Path) -> None:
+def save_tokenizer(source: GgufFile, out: Path) -> None:
     """Write the tokenizer that a GGUF file describes as ``tokenizer.json`` and its companions.
 
     Raises ModelLoadError if the file describes none that is supported.
     """
+    path = source.path
     try:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(path.parent, gguf_file=path.name)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelLoadError(f"{path}: no tokenizer can be read from this file: {error}") from None
-    if pre_tokenizer in _SINGLE_DIGITS:
+    if source.pre_tokenizer in _SINGLE_DIGITS:
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [
                 pre_tokenizers.Digits(individual_digits=True),
@@ -199,6 +207,16 @@ def save_tokenizer(path: Path, pre_tokenizer: str, out: Path) -> None:
             ]
         )
     tokenizer.save_pretrained(out)
+    _drop_foreign_tokens(out / "tokenizer.json", source.num_tokens)
+
+
+def _drop_foreign_tokens(path: Path, num_tokens: int) -> None:
+    """Remove special tokens that the conversion adds by habit though the model has no row for
+    them.
+    """
+    values = json.loads(path.read_text(encoding="utf-8"))
+    values["added_tokens"] = [t for t in values["added_tokens"] if t["id"] < num_tokens]
+    path.write_text(json.dumps(values, ensure_ascii=False), encoding="utf-8")
 
 
 def _unpermute(rows: np.ndarray, num_heads: int) -> np.ndarray:

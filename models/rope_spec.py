@@ -74,9 +74,11 @@ def parse_rope(config: Mapping[str, Any], max_position: int, head_dim: int) -> R
     """Read the rotary part of a config. Raises ModelLoadError for an unknown type or a missing or
     odd parameter.
     """
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(scaling, Mapping):
-        raise ModelLoadError(f"rope_scaling: must be an object, not {scaling!r}")
+    newer = config.get("rope_parameters") or {}
+    scaling = config.get("rope_scaling") or newer
+    for key, value in (("rope_parameters", newer), ("rope_scaling", scaling)):
+        if not isinstance(value, Mapping):
+            raise ModelLoadError(f"{key}: must be an object, not {value!r}")
     name = scaling.get("rope_type") or scaling.get("type") or "default"
     name = _OLD_NAMES.get(name, name)
     if name not in set(RopeType):
@@ -89,7 +91,8 @@ def parse_rope(config: Mapping[str, Any], max_position: int, head_dim: int) -> R
                 "partial_rotary_factor: only full rotary embeddings (1.0) are supported"
             )
     kind = RopeType(name)
-    theta = scaling.get("rope_theta") or config.get("rope_theta") or 10000.0
+    thetas = (source.get("rope_theta") for source in (scaling, newer, config))
+    theta = next((value for value in thetas if value is not None), 10000.0)
     values: dict[str, Any] = {"theta": _positive(theta, "rope_theta")}
     original = max_position
     if kind in _WITH_ORIGINAL_LENGTH:

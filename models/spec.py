@@ -110,10 +110,12 @@ def parse_spec(config: Mapping[str, Any], generation: Mapping[str, Any] | None =
     """Make a ModelSpec from the plain values of ``config.json``. Raises ModelLoadError naming the
     key.
     """
-    family = _family(config)
     nested = config.get("text_config")
     if isinstance(nested, Mapping):
-        config = {**config, **nested}
+        # The outer architecture is what the file was saved for; the inner part knows the rest.
+        outer = config.get("architectures")
+        config = {**config, **nested} | ({"architectures": outer} if outer else {})
+    family = _family(config)
     if config.get("quantization_config"):
         raise ModelLoadError(
             "quantization_config: quantised checkpoints are not supported; use a GGUF file instead"

@@ -27,7 +27,7 @@ LONG = {
     "long_factor": "ramp 2.0",
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-# name -> (scaling, tokens run, max_model_len). Where a type depends on the length of the sequence in
+# name -> (scaling, tokens run, max_model_len). Where a type depends on the sequence's length in
 # the reference, the length is one at which it is defined to be what we fix at load.
 ROPES: dict[str, tuple[dict[str, Any], int, int | None]] = {
     "default": ({"rope_type": "default"}, 24, None),
@@ -121,7 +121,9 @@ def test_half_precision_is_as_near_to_the_truth_as_the_reference(
 
 
 def test_frequencies_do_not_depend_on_the_sequence(tmp_path: Path) -> None:
-    """A token's key is the same in a short and in a long sequence, or cached KV could not be shared."""
+    """A token's key is the same in a short and in a long sequence, or cached KV could not be
+    shared.
+    """
     rope = rope_for("llama", "dynamic-above")
     decoder = load_model(
         save(tiny_model("llama", torch.float64, rope_parameters=rope), tmp_path), torch.float64, 57

@@ -43,7 +43,9 @@ _SIZES: dict[str, Any] = {
 
 
 def tiny_model(family: str, dtype: torch.dtype, seed: int = 0, **config: Any) -> PreTrainedModel:
-    """A random model of ``family``; every parameter differs from its usual start, biases and norms too."""
+    """A random model of ``family``; every parameter differs from its usual start, biases and
+    norms too.
+    """
     make_config, make_model, own = FAMILIES[family]
     model = make_model._from_config(
         make_config(**{**_SIZES, **own, **config}), attn_implementation="sdpa"
