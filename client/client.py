@@ -83,6 +83,9 @@ class KvferryClient:
     async def status(self) -> kvferry_pb2.StatusResponse:
         """Pools, workers, blocks by state and load. Raises Unavailable."""
         try:
-            return await self._stub.Status(kvferry_pb2.StatusRequest(), timeout=STATUS_TIMEOUT_S)
+            status: kvferry_pb2.StatusResponse = await self._stub.Status(
+                kvferry_pb2.StatusRequest(), timeout=STATUS_TIMEOUT_S
+            )
+            return status
         except grpc.RpcError as error:
             raise from_rpc_error(error, self._target) from None

@@ -43,6 +43,8 @@ def status(target: str) -> kvferry_pb2.StatusResponse:
     with grpc.insecure_channel(target, options=CHANNEL_OPTIONS) as channel:
         stub = kvferry_pb2_grpc.KvferryStub(channel)
         try:
-            return stub.Status(kvferry_pb2.StatusRequest(), timeout=STATUS_TIMEOUT_S)
+            request = kvferry_pb2.StatusRequest()
+            answer: kvferry_pb2.StatusResponse = stub.Status(request, timeout=STATUS_TIMEOUT_S)
+            return answer
         except grpc.RpcError as error:
             raise from_rpc_error(error, target) from None

@@ -46,9 +46,8 @@ class HttpServer:
 
 def make_http_server(app: ASGIApp, host: str, port: int, *, grace_s: float = 10.0) -> HttpServer:
     """Listen on ``host:port``. Raises StartupError when that is not possible."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+        listener = _listen(host, port)
     except OSError as error:
         raise StartupError(
             f"router.http: cannot listen on {host}:{port}: {error.strerror or error}; "
@@ -63,3 +62,20 @@ def make_http_server(app: ASGIApp, host: str, port: int, *, grace_s: float = 10.
         timeout_graceful_shutdown=max(1, round(grace_s)),
     )
     return HttpServer(_Server(config), listener)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family, kind, _, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    # The protocol is named because asyncio turns Nagle's algorithm off only where it is; left on,
+    # it makes each token wait for the client's delayed acknowledgement, 40 ms.
+    listener = socket.socket(family, kind, socket.IPPROTO_TCP)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener

@@ -1,34 +1,30 @@
-"""A router's gRPC API on the scripted engine, and a client of it."""
+"""A router on the scripted engine, and a client of it."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
 import pytest
-from fake_engine import MAX_MODEL_LEN, MODEL, ByteCodec, FakeEngine
-from prometheus_client import CollectorRegistry
+from fake_engine import FakeEngine
+from router_under_test import RouterUnderTest, running_router
 
 from kvferry.client.client import KvferryClient
-from kvferry.core.config import RouterConfig
-from kvferry.router.grpc_api import make_grpc_server
-from kvferry.router.intake import Intake
-from kvferry.router.metrics import RouterMetrics
 
 
 @pytest.fixture
-def engine() -> FakeEngine:
-    return FakeEngine()
+async def router() -> AsyncIterator[RouterUnderTest]:
+    async with running_router() as router:
+        yield router
 
 
 @pytest.fixture
-async def target(engine: FakeEngine) -> AsyncIterator[str]:
-    config = RouterConfig()
-    intake = Intake(ByteCodec(), model_name=MODEL, max_model_len=MAX_MODEL_LEN, config=config)
-    metrics = RouterMetrics(CollectorRegistry())
-    server = make_grpc_server(engine, intake, metrics, "127.0.0.1", 0)
-    await server.start()
-    yield f"127.0.0.1:{server.port}"
-    await server.stop(grace_s=1)
+def engine(router: RouterUnderTest) -> FakeEngine:
+    return router.engine
+
+
+@pytest.fixture
+def target(router: RouterUnderTest) -> str:
+    return router.grpc_target
 
 
 @pytest.fixture
