@@ -17,7 +17,8 @@ from kvferry.core.config import Config, load_config
 from kvferry.core.sampling import SamplingParams
 
 PROMPT = "The capital of France is"
-SAMPLING = SamplingParams(max_tokens=32, temperature=0.0)
+# A base prompt has no natural end; a paragraph is a good one.
+SAMPLING = SamplingParams(max_tokens=32, temperature=0.0, stop=("\n\n",))
 # Free ports: the demo never meets another server.
 OVERRIDES = {"router.grpc": "127.0.0.1:0", "router.http": "127.0.0.1:0"}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib.metadata import version
 from typing import Annotated
@@ -50,6 +51,8 @@ def root(
 
 def main() -> None:
     """Run the command line: 0 done, 1 an error of ours in one line on stderr, 2 wrong usage."""
+    # gRPC's core reports every fork that Ray makes; nothing of that is for an operator.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
         app()
     except KvferryError as error:

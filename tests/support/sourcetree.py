@@ -47,13 +47,18 @@ class Module:
     def is_generated(self) -> bool:
         return "_pb2" in self.path.stem
 
-    def imports(self) -> Iterator[Import]:
-        yield from _imports(self.tree, lazy=False)
+    def imports(self) -> tuple[Import, ...]:
+        return _imports_of(self)
 
     def functions(self) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
         for node in ast.walk(self.tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 yield node
+
+
+@functools.cache
+def _imports_of(module: Module) -> tuple[Import, ...]:
+    return tuple(_imports(module.tree, lazy=False))
 
 
 def _imports(node: ast.AST, *, lazy: bool) -> Iterator[Import]:
