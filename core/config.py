@@ -182,6 +182,10 @@ class Config(Section):
         for name, pool in (("prefill", self.prefill), ("decode", self.decode)):
             if pool.tp != 1:
                 raise ValueError(f"{name}.tp: only 1 is supported by this version")
+        if self.cluster.device != "cpu":
+            raise ValueError(
+                f"cluster.device: {self.cluster.device} is not available yet; set cluster.device: cpu"
+            )
         if self.transfer.slab > self.transfer.staging:
             raise ValueError("transfer.slab: must not be larger than transfer.staging")
         return self

@@ -63,7 +63,7 @@ class DecodeWorker:
             parts.sequences, ledger, batch, self.receiver, gate, pool.reserve_queue
         )
         self.loop = StepLoop(self.role, backend.runner, clock)
-        hello = pb.WorkerHello(
+        self.hello = pb.WorkerHello(
             worker_id=worker_id,
             incarnation=incarnation,
             role=pool.role,
@@ -77,7 +77,7 @@ class DecodeWorker:
             max_batch_tokens=pool.max_batch_tokens,
             max_batch_seqs=pool.max_batch_seqs,
         )
-        server = SessionServer(self.loop, hello, session_settings(config, pool, secret))
+        server = SessionServer(self.loop, self.hello, session_settings(config, pool, secret))
         self.host = WorkerHost(self.loop, server, worker_id)
 
     async def start(self) -> str:
@@ -90,4 +90,8 @@ class DecodeWorker:
 
     async def stop(self) -> None:
         await self.host.stop()
-        await asyncio.to_thread(self.receiver.close)
+        await asyncio.to_thread(self.close_kv)
+
+    def close_kv(self) -> None:
+        """End all transfers and links."""
+        self.receiver.close()

@@ -14,8 +14,10 @@ from kvferry.engine.loop import StepLoop
 from kvferry.engine.ports import Gate, OpenGate
 from kvferry.engine.session import SessionServer
 from kvferry.engine.wiring import build_parts, session_settings
+from kvferry.kv_transfer.endpoints import connect as connect_any
 from kvferry.kv_transfer.memory import PagedKvMemory
 from kvferry.kv_transfer.sender import KvSender
+from kvferry.kv_transfer.transport import Connect
 from kvferry.kv_transfer.wire import layout_message, layout_of, link_options
 from kvferry.prefill_worker.admission import PromptAdmission
 from kvferry.prefill_worker.batch import PrefillBatch
@@ -35,6 +37,7 @@ class PrefillWorker:
         secret: str,
         gate: Gate | None = None,
         clock: Callable[[], float] = time.monotonic,
+        connect: Connect = connect_any,
     ) -> None:
         pool = config.prefill
         parts = build_parts(backend, pool, config.transfer.lease_s, clock)
@@ -42,7 +45,7 @@ class PrefillWorker:
         layout = layout_of(backend.kv)
         memory = PagedKvMemory(backend.kv.slots, layout, parts.pool.generations)
         options = link_options(config, secret, incarnation)
-        self.sender = KvSender(memory, options, lambda event: self.loop.post(event))
+        self.sender = KvSender(memory, options, lambda event: self.loop.post(event), connect, clock)
         batch = PrefillBatch(
             parts.sequences,
             parts.stepper,
@@ -58,7 +61,7 @@ class PrefillWorker:
         )
         self.role = PrefillRole(parts.sequences, admission, batch, self.sender)
         self.loop = StepLoop(self.role, backend.runner, clock)
-        hello = pb.WorkerHello(
+        self.hello = pb.WorkerHello(
             worker_id=worker_id,
             incarnation=incarnation,
             role="prefill",
@@ -71,7 +74,7 @@ class PrefillWorker:
             max_batch_tokens=pool.max_batch_tokens,
             max_batch_seqs=pool.max_batch_seqs,
         )
-        server = SessionServer(self.loop, hello, session_settings(config, pool, secret))
+        server = SessionServer(self.loop, self.hello, session_settings(config, pool, secret))
         self.host = WorkerHost(self.loop, server, worker_id)
 
     async def start(self) -> str:
@@ -84,4 +87,8 @@ class PrefillWorker:
 
     async def stop(self) -> None:
         await self.host.stop()
-        await asyncio.to_thread(self.sender.close)
+        await asyncio.to_thread(self.close_kv)
+
+    def close_kv(self) -> None:
+        """End all transfers and links."""
+        self.sender.close()

@@ -1,0 +1,100 @@
+"""Ray, started and stopped for one system. Every wait has a limit."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from kvferry.core.config import Config
+from kvferry.core.errors import KvferryError, StartupError
+
+T = TypeVar("T")
+
+OBJECT_STORE_BYTES = 80 << 20
+"""Ray's least: KV and tokens never go through its object store."""
+NAMESPACE = "kvferry"
+
+
+@asynccontextmanager
+async def ray_runtime(config: Config) -> AsyncIterator[PlacementGroup]:
+    """Ray with room for all workers. Raises StartupError.
+
+    The workers of both pools are packed onto one host: their KV moves through shared memory.
+    """
+    with tempfile.TemporaryDirectory(prefix="kvferry-") as clean:
+        await asyncio.to_thread(_init, config, clean)
+        try:
+            group = placement_group(bundles(config), strategy="STRICT_PACK")
+            await _placed(group, config)
+            try:
+                yield group
+            finally:
+                remove_placement_group(group)
+        finally:
+            await asyncio.to_thread(ray.shutdown)
+
+
+def bundles(config: Config) -> list[dict[str, float]]:
+    """Resources of each worker, prefill workers first."""
+    return [
+        {"CPU": float(pool.threads)}
+        for pool in (config.prefill, config.decode)
+        for _ in range(pool.workers)
+    ]
+
+
+async def answer(call: Awaitable[T], timeout_s: float, what: str) -> T:
+    """The result of a remote call. Raises StartupError when it fails or takes too long."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await call
+    except TimeoutError:
+        raise StartupError(f"{what} took longer than {timeout_s:.0f} s") from None
+    except RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, KvferryError):
+            raise cause from None
+        raise StartupError(f"{what} failed: {cause}") from error
+    except RayActorError as error:
+        raise StartupError(f"{what} failed: the worker process died: {error}") from None
+
+
+def _init(config: Config, clean: str) -> None:
+    # A serving system does not report its use anywhere unless its operator says so.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    address = config.cluster.ray_address
+    own = {}
+    if address == "local":
+        cpus = sum(bundle["CPU"] for bundle in bundles(config))
+        own = {"num_cpus": cpus, "object_store_memory": OBJECT_STORE_BYTES}
+        own["include_dashboard"] = False
+    try:
+        # Without a working_dir of their own, actors would import from the driver's folder.
+        ray.init(
+            address=address,
+            namespace=NAMESPACE,
+            runtime_env={"working_dir": clean},
+            logging_level="warning",
+            **own,
+        )
+    except (ConnectionError, RayError, RuntimeError, ValueError) as error:
+        raise StartupError(f"cluster.ray_address {address}: Ray does not start: {error}") from None
+
+
+async def _placed(group: PlacementGroup, config: Config) -> None:
+    try:
+        async with asyncio.timeout(config.cluster.start_timeout_s):
+            await group.ready()
+    except TimeoutError:
+        raise StartupError(
+            f"no host has room for all workers ({bundles(config)}): "
+            "lower prefill.workers, decode.workers or their threads, or add a larger node"
+        ) from None

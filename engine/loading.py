@@ -1,0 +1,94 @@
+"""From a model folder to a backend that has run one real step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from kvferry.cache.hashing import root_hash
+from kvferry.cache.paged import PagedKV, block_nbytes, num_blocks_for
+from kvferry.core.config import ModelConfig, PoolConfig
+from kvferry.core.errors import ConfigError
+from kvferry.core.units import format_bytes
+from kvferry.engine.backend import Backend
+from kvferry.engine.plan import Runner, SamplingRows, StepPlan
+from kvferry.engine.runner import ModelRunner
+from kvferry.models.identity import weights_digest
+from kvferry.models.load import load_model
+from kvferry.models.spec import ModelSpec, read_spec
+
+HASH_SCHEME = 1
+
+
+def load_backend(
+    folder: Path, vocab_size: int, model: ModelConfig, pool: PoolConfig, pool_name: str
+) -> Backend:
+    """Load a ready Hugging Face folder on the CPU. ``vocab_size`` is the tokenizer's.
+
+    Raises ModelLoadError for the checkpoint, ConfigError when the cache cannot hold one sequence
+    of the context limit.
+    """
+    torch.set_num_threads(pool.threads)
+    spec = read_spec(folder, model.max_model_len)
+    kv = allocate_kv(spec, getattr(torch, model.kv_dtype or model.dtype), pool, pool_name)
+    runner = ModelRunner(
+        load_model(folder, getattr(torch, model.dtype), model.max_model_len), kv, vocab_size
+    )
+    _warm_up(runner)
+    flavour = str(kv.dtype).removeprefix("torch.")
+    return Backend(
+        runner=runner,
+        kv=kv,
+        max_model_len=spec.max_model_len,
+        eos_token_ids=spec.eos_token_ids,
+        root=root_hash(HASH_SCHEME, weights_digest(folder), "", model.dtype, flavour),
+    )
+
+
+def allocate_kv(spec: ModelSpec, dtype: torch.dtype, pool: PoolConfig, pool_name: str) -> PagedKV:
+    """As many blocks as the pool's memory holds. Raises ConfigError with the arithmetic."""
+    shape = {
+        "num_layers": spec.num_layers,
+        "num_kv_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "block_size": pool.block_size,
+    }
+    nbytes = block_nbytes(**shape, dtype=dtype)
+    key = f"{pool_name}.kv_memory"
+    num_blocks = num_blocks_for(pool.kv_memory, nbytes, key=key)
+    needed = -(-spec.max_model_len // pool.block_size)
+    if num_blocks < needed:
+        raise ConfigError(
+            key,
+            f"{format_bytes(pool.kv_memory)} is room for {num_blocks} blocks of {pool.block_size} "
+            f"tokens, and one sequence of {spec.max_model_len} tokens needs {needed}: "
+            f"set it to {needed * nbytes}, or lower model.max_model_len",
+        )
+    return PagedKV.allocate(**shape, num_blocks=num_blocks, dtype=dtype)
+
+
+def _warm_up(runner: Runner) -> None:
+    """One real step, so that a worker that says it is there can compute. Block 0 is free again."""
+    one = np.ones(1, np.int32)
+    sampling = SamplingRows(
+        temperature=np.zeros(1, np.float32),
+        top_k=np.zeros(1, np.int32),
+        top_p=np.ones(1, np.float32),
+        min_p=np.zeros(1, np.float32),
+        seed=np.zeros(1, np.uint64),
+        sample_index=np.zeros(1, np.int32),
+        position=np.ones(1, np.int64),
+    )
+    runner.execute(
+        StepPlan(
+            step=0,
+            token_ids=np.zeros(1, np.int64),
+            query_lens=one,
+            context_lens=np.zeros(1, np.int32),
+            block_tables=np.zeros((1, 1), np.int32),
+            sampled=np.zeros(1, np.int32),
+            sampling=sampling,
+        )
+    )
