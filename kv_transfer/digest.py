@@ -17,6 +17,7 @@ def tile_digest(slab_index: int) -> Callable[[int, memoryview], int]:
     """
 
     def digest(tile: int, data: memoryview) -> int:
-        return xxhash.xxh3_64_intdigest(data, seed=slab_index << 32 | tile)
+        value: int = xxhash.xxh3_64_intdigest(data, seed=slab_index << 32 | tile)
+        return value
 
     return digest

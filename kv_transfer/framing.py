@@ -64,7 +64,7 @@ class FrameSocket:
                 return frame
             now = time.monotonic()
             wait_s = deadline - now
-            if self._part:
+            if self._part or self._wanted is not None:
                 left_s = self._part_since + self._frame_timeout_s - now
                 if left_s <= 0:
                     raise LinkLost("the peer stopped inside a message")
@@ -85,7 +85,7 @@ class FrameSocket:
                     raise LinkLost(f"the link broke: {error.strerror}") from None
                 if not data:
                     raise LinkLost("the peer closed the link")
-                if not self._part:
+                if self._wanted is None and not self._part:
                     self._part_since = time.monotonic()
                 self._part += data
             elif self._wanted is None:

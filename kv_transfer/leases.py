@@ -163,22 +163,25 @@ class LeaseTable:
         with self._changed:
             return self._changed.wait_for(lambda: not self._leases, timeout_s)
 
-    def offered(self, key: AttemptKey, lease_id: LeaseId) -> Verdict:
-        """May slabs for this lease be granted? ACK says yes."""
+    def offered(self, key: AttemptKey, lease_id: LeaseId, nbytes: int | None = None) -> Verdict:
+        """May slabs for this lease be granted? ACK says yes. ``nbytes``: the whole transfer."""
         with self._changed:
             verdict = self._refusal(key, lease_id)
             if verdict is not None:
                 return self._count(verdict)
-            return Verdict(Answer.ACK)
+            lease = self._leases[lease_id]
+            expected = lease.coverage.expected_nbytes
+            if nbytes is None or nbytes == expected:
+                return Verdict(Answer.ACK)
+            fault = f"{nbytes} bytes offered, {expected} expected"
+            event = self._end(lease, _failed(lease, Reason.MISMATCH, fault))
+            verdict = self._count(Verdict(Answer.ABORT, Reason.MISMATCH, fault))
+        self._emit(event)
+        return verdict
 
     def is_live(self, key: AttemptKey, lease_id: LeaseId) -> bool:
         with self._changed:
             return self._refusal(key, lease_id) is None
-
-    def drop(self, reason: Reason) -> None:
-        """Count a slab that was dropped before the table was asked."""
-        with self._changed:
-            self.counters[reason] += 1
 
     def claim(self, header: SlabHeader, timeout_s: float) -> Verdict:
         """Ask to scatter a slab; SCATTER must be followed by ``settle``.
@@ -205,6 +208,23 @@ class LeaseTable:
             verdict = self._count(Verdict(Answer.ABORT, Reason.MISMATCH, fault))
         self._emit(event)
         return verdict
+
+    def recall(self, header: SlabHeader) -> Verdict | None:
+        """What to answer to a slab whose memory has another use by now.
+
+        ACK or COMPLETE when it arrived before and the sender missed that; None: nothing.
+        """
+        lease_id = LeaseId(header.lease)
+        with self._changed:
+            verdict = self._refusal(header.key, lease_id)
+            if verdict is None:
+                moves = self._leases[lease_id].coverage.moves
+                if moves.get(header.index) == header.move:
+                    verdict = Verdict(Answer.ACK, Reason.DUPLICATE)
+            if verdict is None or verdict.answer is Answer.ABORT:
+                self.counters[Reason.FOREIGN] += 1
+                return None
+            return self._count(verdict)
 
     def settle(self, header: SlabHeader, outcome: Outcome, busy_s: float) -> Verdict:
         """Report a claimed slab's scatter, which has returned."""

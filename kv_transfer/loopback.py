@@ -129,6 +129,9 @@ class LoopbackListener:
             self._changed.wait_for(lambda: self._waiting or self._closed, timeout_s)
             return self._waiting.popleft() if self._waiting else None
 
+    def stop(self) -> None:
+        self.close()
+
     def close(self) -> None:
         with _listeners_lock:
             _listeners.pop(self.endpoint, None)

@@ -3,7 +3,7 @@
     receiver                          sender
       Challenge         ->
                         <-            Proof            the sender knows the secret
-      Welcome | Refused ->                             so does the receiver; slab memory changes hands
+      Welcome | Refused ->                             so does the receiver; memory changes hands
                         <-            Offer            slabs stand ready for a lease
       Credit            ->                             one slab of memory, granted once
                         <-            Header           the slab is filled; what is in it
@@ -19,7 +19,7 @@ so that a late message about an earlier use of the same memory is known as such.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -46,41 +46,44 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Base of all messages; the tag is the class's name in lower case."""
 
 
-class Challenge(Message):
+class Challenge(Message, frozen=True):
     protocol: Count
     nonce: Nonce
 
 
-class Proof(Message):
+class Proof(Message, frozen=True):
     nonce: Nonce
     mac: Nonce
     incarnation: Count
 
 
-class Welcome(Message):
+class Welcome(Message, frozen=True):
     mac: Nonce
     incarnation: Count
     slab_bytes: Annotated[int, msgspec.Meta(gt=0)]
     num_slabs: Annotated[int, msgspec.Meta(gt=0, le=1024)]
 
 
-class Refused(Message):
+class Refused(Message, frozen=True):
     detail: Text
 
 
-class Offer(Message):
+class Offer(Message, frozen=True):
     key: AttemptKey
     lease: Count
     slabs: Annotated[int, msgspec.Meta(gt=0)]
+    """Those that are not acknowledged yet."""
+    nbytes: Count
+    """The whole transfer."""
 
 
-class Credit(Message):
+class Credit(Message, frozen=True):
     lease: Count
     slab: Count
     grant: Count
 
 
-class SlabHeader(Message):
+class SlabHeader(Message, frozen=True):
     """What a slab holds: all of it is checked against the lease before a byte is written."""
 
     key: AttemptKey
@@ -101,42 +104,42 @@ class SlabHeader(Message):
         return SlabMove(self.index, layers, heads, tokens, self.nbytes)
 
 
-class Header(Message):
+class Header(Message, frozen=True):
     slab: Count
     grant: Count
     header: SlabHeader
 
 
-class Ack(Message):
+class Ack(Message, frozen=True):
     lease: Count
     index: Count
     grant: Count
 
 
-class Resend(Message):
+class Resend(Message, frozen=True):
     lease: Count
     index: Count
     grant: Count
 
 
-class Return(Message):
+class Return(Message, frozen=True):
     slab: Count
     grant: Count
 
 
-class Complete(Message):
+class Complete(Message, frozen=True):
     key: AttemptKey
     lease: Count
 
 
-class Abort(Message):
+class Abort(Message, frozen=True):
     key: AttemptKey
     lease: Count
     reason: Reason
     detail: Text = ""
 
 
-class Beat(Message):
+class Beat(Message, frozen=True):
     pass
 
 
@@ -146,6 +149,7 @@ ToReceiver = Proof | Offer | Header | Return | Abort | Beat
 _encoder = msgspec.msgpack.Encoder()
 _to_sender: msgspec.msgpack.Decoder[ToSender] = msgspec.msgpack.Decoder(ToSender)
 _to_receiver: msgspec.msgpack.Decoder[ToReceiver] = msgspec.msgpack.Decoder(ToReceiver)
+_Kind = TypeVar("_Kind")
 
 
 def encode(message: Message) -> bytes:
@@ -162,7 +166,7 @@ def decode_to_receiver(frame: bytes) -> ToReceiver:
     return _decode(_to_receiver, frame)
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[Any], frame: bytes) -> Any:
+def _decode(decoder: msgspec.msgpack.Decoder[_Kind], frame: bytes) -> _Kind:
     try:
         return decoder.decode(frame)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -86,7 +86,7 @@ def plan_slabs(
     heads = Span(0, source.num_kv_heads)
     layers_per_slab = max(1, slab_bytes // (tokens.length * layer_token_bytes))
     tokens_per_slab = slab_bytes // layer_token_bytes
-    moves = []
+    moves: list[SlabMove] = []
     for layers in _split(Span(0, source.num_layers), layers_per_slab):
         for part in _split(tokens, tokens_per_slab):
             nbytes = slab_nbytes(source, layers, heads, part)
@@ -113,8 +113,12 @@ class Coverage:
     nbytes: int = 0
 
     @property
+    def expected_nbytes(self) -> int:
+        return self.tokens.length * self.layout.token_bytes
+
+    @property
     def complete(self) -> bool:
-        return self.nbytes == self.tokens.length * self.layout.token_bytes
+        return self.nbytes == self.expected_nbytes
 
     def fault(self, move: SlabMove) -> str | None:
         """Why a move cannot be part of this transfer; None when it can."""

@@ -87,6 +87,7 @@ class KvReceiver:
         """
         deadline = time.monotonic() + timeout_s
         self._closing.set()
+        self._listener.stop()
         with self._lock:
             channels = dict(self._channels)
         for channel in channels.values():

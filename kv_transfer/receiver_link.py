@@ -101,7 +101,7 @@ class ReceiverLink:
 
     def _offer(self, offer: Offer) -> None:
         lease = LeaseId(offer.lease)
-        verdict = self._leases.offered(offer.key, lease)
+        verdict = self._leases.offered(offer.key, lease, offer.nbytes)
         if verdict.answer is Answer.ACK:
             self._wants[lease] = _Want(offer.key, offer.slabs)
         else:
@@ -127,21 +127,28 @@ class ReceiverLink:
         lease = LeaseId(header.lease)
         if self._granted.get(message.slab) != (message.grant, lease):
             # The memory has another use by now: do not look at it.
-            self._leases.drop(Reason.FOREIGN)
+            recalled = self._leases.recall(header)
+            if recalled is not None:
+                self._reply(message, recalled)
             return
         if header.nbytes > self._slab_bytes:
             raise ProtocolError("a slab larger than its memory")
         verdict = self._leases.claim(header, self._options.silence_s)
         if verdict.answer is Answer.SCATTER and verdict.job is not None:
             verdict = self._scatter(message, verdict.job)
-        if verdict.answer is Answer.RESEND:
-            self._send(Resend(lease=lease, index=header.index, grant=message.grant))
-            return
-        self._take_back(message.slab, message.grant)
-        if verdict.answer is Answer.ACK:
-            self._send(Ack(lease=lease, index=header.index, grant=message.grant))
-        else:
-            self._answer_ended(header.key, lease, verdict)
+        if verdict.answer is not Answer.RESEND:
+            self._take_back(message.slab, message.grant)
+        self._reply(message, verdict)
+
+    def _reply(self, message: Header, verdict: Verdict) -> None:
+        header, lease = message.header, LeaseId(message.header.lease)
+        match verdict.answer:
+            case Answer.ACK:
+                self._send(Ack(lease=lease, index=header.index, grant=message.grant))
+            case Answer.RESEND:
+                self._send(Resend(lease=lease, index=header.index, grant=message.grant))
+            case _:
+                self._answer_ended(header.key, lease, verdict)
 
     def _scatter(self, message: Header, job: ReceiveJob) -> Verdict:
         header, move = message.header, message.header.move

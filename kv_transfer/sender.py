@@ -104,7 +104,7 @@ class KvSender:
     def retire(self, entry: _LinkThread) -> bool:
         """A link with nothing left to send wants to end. False when a job came in meanwhile."""
         with self._lock:
-            if entry.inbox and not self._closed:
+            if entry.inbox:
                 return False
             self._forget(entry)
             return True

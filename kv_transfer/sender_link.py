@@ -62,7 +62,7 @@ class SenderLink:
                 self._fail_live(Reason.REFUSED, str(error))
             except (LinkLost, ProtocolError) as error:
                 self._lost(str(error))
-            if not self._transfers:
+            if not self._transfers and not self._stopping.is_set():
                 return
             self._stopping.wait(RETRY_S)
         self.fail_all(Reason.CLOSED)

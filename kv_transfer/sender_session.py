@@ -60,7 +60,7 @@ class SenderSession:
         """grant -> the message that is not yet acknowledged."""
 
     def serve(self, admit: Callable[[], list[Transfer]], stopping: threading.Event) -> None:
-        """Move slabs until stopped; ``admit`` gives new transfers. Raises LinkLost, ProtocolError."""
+        """Move slabs until stopped; ``admit`` has new transfers. Raises LinkLost, ProtocolError."""
         for transfer in self._transfers.values():
             self._offer(transfer)
         heard_at = sent_at = time.monotonic()
@@ -99,7 +99,9 @@ class SenderSession:
                 return
             transfer.rewind()
         if transfer.unsent:
-            self._send(Offer(key=job.key, lease=job.lease, slabs=len(transfer.unsent)))
+            nbytes = sum(move.nbytes for move in transfer.moves)
+            slabs = len(transfer.unsent)
+            self._send(Offer(key=job.key, lease=job.lease, slabs=slabs, nbytes=nbytes))
         elif not transfer.held:
             self._table.succeed(transfer)
 
@@ -215,9 +217,9 @@ class SenderSession:
             lease=job.lease,
             index=index,
             count=len(transfer.moves),
-            layers=tuple(move.layers),
-            heads=tuple(move.heads),
-            tokens=tuple(move.tokens),
+            layers=move.layers,
+            heads=move.heads,
+            tokens=move.tokens,
             flavour=self._memory.layout.flavour,
             chain_hash=job.chain_hash,
             nbytes=move.nbytes,

@@ -8,6 +8,7 @@ shrink it under the other.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -121,6 +122,10 @@ class ShmListener:
             sock.close()
             return None
         return ShmChannel(sock)
+
+    def stop(self) -> None:
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._sock.close()

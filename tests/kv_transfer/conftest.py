@@ -112,6 +112,7 @@ class Pair:
     receiver: KvReceiver
     sent: Events
     received: Events
+    options: LinkOptions
     tokens: Span
 
     def key(self, request: int = 1, attempt: int = 1) -> AttemptKey:
@@ -161,10 +162,12 @@ class PairFactory:
         wrap: Callable[[Any], Any] = lambda channel: channel,
         wrap_source: Callable[[Any], Any] = lambda memory: memory,
         wrap_target: Callable[[Any], Any] = lambda memory: memory,
+        target_layout: dict[str, Any] | None = None,
         **options: Any,
     ) -> Pair:
         source = Cache(make_layout(source_block), tokens.end, 1, fill=True)
-        target = Cache(make_layout(target_block), tokens.end, 2, fill=False)
+        layout = make_layout(target_block, **(target_layout or {}))
+        target = Cache(layout, tokens.end, 2, fill=False)
         sent, received = Events(), Events()
         link_options = make_options(**options)
         receiver = KvReceiver(
@@ -176,7 +179,7 @@ class PairFactory:
             sent,
             lambda endpoint, timeout_s: wrap(connect(endpoint, timeout_s)),
         )
-        pair = Pair(source, target, sender, receiver, sent, received, tokens)
+        pair = Pair(source, target, sender, receiver, sent, received, link_options, tokens)
         self.made.append(pair)
         return pair
 
