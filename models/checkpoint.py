@@ -1,18 +1,12 @@
-"""The weight files of a Hugging Face folder, and a decoder filled from them without a second
-copy.
+"""The tensors of a Hugging Face folder, and a decoder filled from them without a second copy.
 
-Which files are read: the shards that ``model.safetensors.index.json`` names if there is one, else
-``model.safetensors``. Other weight files in the folder are ignored. Every parameter is filled
-from the checkpoint or loading fails and names it; nothing is ever initialised at random.
-
-A tensor stored in the compute dtype becomes a view of the memory-mapped file: workers of one host
-share its pages.
+Every parameter is filled from the checkpoint or loading fails and names it; nothing is ever
+initialised at random. A tensor stored in the compute dtype becomes a view of the memory-mapped
+file: workers of one host share its pages.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -21,12 +15,13 @@ from torch import Tensor, nn
 
 from kvferry.core.errors import ModelLoadError
 from kvferry.models.decoder import Decoder
+from kvferry.models.safetensors_writer import DTYPE_NAMES
 from kvferry.models.spec import ModelSpec
+from kvferry.models.weight_files import INDEX_FILE, weight_files, weight_map
 
-INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
+_TIED_HINT = "; if this model ties its embeddings, config.json must say tie_word_embeddings: true"
 
 
 class Checkpoint:
@@ -34,31 +29,20 @@ class Checkpoint:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._named = _weight_map(folder)
-        paths = (
-            sorted(set(self._named.values())) if self._named is not None else [folder / SINGLE_FILE]
-        )
-        self.paths = paths
-        self._files = {path: _open(path, named_by_index=self._named is not None) for path in paths}
-        if self._named is None:
-            self._where = dict.fromkeys(self._files[paths[0]].keys(), paths[0])
-        else:
-            self._where = self._named
-            self._check_index()
+        named = weight_map(folder)
+        files = {path: _open(path, named is not None) for path in weight_files(folder)}
+        self._files = files
+        held = {path: set(file.keys()) for path, file in files.items()}
+        self._where = named or {name: path for path, names in held.items() for name in names}
+        for name, path in self._where.items():
+            if name not in held[path]:
+                raise ModelLoadError(f"{folder / INDEX_FILE}: tensor {name} is not in {path.name}")
 
     def __contains__(self, name: str) -> bool:
         return name in self._where
 
-    def names(self) -> Iterator[str]:
-        """Names of all tensors, in file order of the index."""
-        return iter(self._where)
-
     def tensor(self, name: str) -> Tensor:
-        """A view of one tensor in the mapped file, in its stored dtype. Raises ModelLoadError if
-        there is none.
-        """
-        if name not in self._where:
-            raise ModelLoadError(f"{self.folder}: the checkpoint has no tensor {name}")
+        """A view of one tensor in the mapped file, in its stored dtype."""
         return self._files[self._where[name]].get_tensor(name)
 
     def layout(self, name: str) -> tuple[str, list[int]]:
@@ -66,44 +50,41 @@ class Checkpoint:
         part = self._files[self._where[name]].get_slice(name)
         return part.get_dtype(), part.get_shape()
 
-    def _check_index(self) -> None:
-        held = {path: set(file.keys()) for path, file in self._files.items()}
-        for name, path in self._where.items():
-            if name not in held[path]:
-                raise ModelLoadError(
-                    f"{self.folder / INDEX_FILE}: tensor {name} is not in {path.name}"
-                )
+
+def needed_tensors(spec: ModelSpec, checkpoint: Checkpoint) -> dict[str, str]:
+    """Parameter -> the tensor that fills it, for all parameters of the decoder.
+
+    Raises ModelLoadError naming the first tensor that is missing or has the wrong shape or type.
+    """
+    sources = {}
+    for name, parameter in Decoder(spec).named_parameters():
+        sources[name] = source = _source_of(name, spec, checkpoint)
+        if source not in checkpoint:
+            hint = _TIED_HINT if source == HEAD else ""
+            raise ModelLoadError(
+                f"{checkpoint.folder}: the checkpoint has no tensor {source}{hint}"
+            )
+        stored, shape = checkpoint.layout(source)
+        if shape != list(parameter.shape):
+            raise ModelLoadError(
+                f"{checkpoint.folder}: tensor {source} has shape {shape}, "
+                f"config.json asks for {list(parameter.shape)}"
+            )
+        if stored not in DTYPE_NAMES.values():
+            raise ModelLoadError(
+                f"{checkpoint.folder}: tensor {source} has type {stored}; "
+                f"supported are {', '.join(DTYPE_NAMES.values())}"
+            )
+    return sources
 
 
 def fill_decoder(spec: ModelSpec, checkpoint: Checkpoint, dtype: torch.dtype) -> Decoder:
-    """Assign every parameter. Tied embeddings share one storage. Raises ModelLoadError naming the
-    tensor.
-    """
+    """Assign every parameter; tied embeddings share one. Raises as needed_tensors does."""
+    sources = needed_tensors(spec, checkpoint)
     decoder = Decoder(spec)
-    weights: dict[str, Tensor] = {}
-    for name, parameter in decoder.named_parameters():
-        source = _source_of(name, spec, checkpoint)
-        if source not in checkpoint and source == HEAD:
-            raise ModelLoadError(
-                f"{checkpoint.folder}: the checkpoint has no tensor {HEAD}; if this model ties its "
-                "embeddings, config.json must say tie_word_embeddings: true"
-            )
-        if source in weights:
-            weights[name] = weights[source]
-            continue
-        stored = checkpoint.tensor(source)
-        if stored.shape != parameter.shape:
-            raise ModelLoadError(
-                f"{checkpoint.folder}: tensor {source} has shape {list(stored.shape)}, "
-                f"config.json asks for {list(parameter.shape)}"
-            )
-        if not stored.is_floating_point():
-            raise ModelLoadError(
-                f"{checkpoint.folder}: tensor {source} has type {stored.dtype}, not a float type"
-            )
-        weights[name] = stored.to(dtype)
+    weights = {name: checkpoint.tensor(source).to(dtype) for name, source in sources.items()}
     decoder.load_state_dict(weights, strict=True, assign=True)
-    if weights[HEAD] is weights[EMBEDDING]:
+    if sources[HEAD] == sources[EMBEDDING]:
         decoder.lm_head.weight = decoder.model.embed_tokens.weight
     _refuse_unfilled(decoder)
     return decoder.requires_grad_(False).eval()
@@ -117,16 +98,10 @@ def _source_of(name: str, spec: ModelSpec, checkpoint: Checkpoint) -> str:
     """
     if not spec.tie_word_embeddings or name not in (EMBEDDING, HEAD):
         return name
-    other = EMBEDDING if name == HEAD else HEAD
-    if name not in checkpoint:
-        return other
-    if (
-        name == HEAD
-        and EMBEDDING in checkpoint
-        and torch.equal(checkpoint.tensor(HEAD), checkpoint.tensor(EMBEDDING))
-    ):
-        return EMBEDDING
-    return name
+    if HEAD in checkpoint and EMBEDDING in checkpoint:
+        equal = torch.equal(checkpoint.tensor(HEAD), checkpoint.tensor(EMBEDDING))
+        return EMBEDDING if equal else name
+    return HEAD if HEAD in checkpoint else EMBEDDING
 
 
 def _refuse_unfilled(decoder: nn.Module) -> None:
@@ -135,25 +110,7 @@ def _refuse_unfilled(decoder: nn.Module) -> None:
             raise ModelLoadError(f"parameter {name} was not filled from the checkpoint")
 
 
-def _weight_map(folder: Path) -> dict[str, Path] | None:
-    """Tensor name -> shard, from the index; None if there is none. Raises ModelLoadError."""
-    path = folder / INDEX_FILE
-    if not path.is_file():
-        return None
-    try:
-        named = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        pairs = {str(name): str(shard) for name, shard in named.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelLoadError(f"{path}: is not a safetensors index: {error!r}") from None
-    if not pairs:
-        raise ModelLoadError(f"{path}: names no tensors")
-    for shard in pairs.values():
-        if Path(shard).name != shard:
-            raise ModelLoadError(f"{path}: shard {shard!r} is not a plain file name")
-    return {name: folder / shard for name, shard in pairs.items()}
-
-
-def _open(path: Path, *, named_by_index: bool) -> safe_open:
+def _open(path: Path, named_by_index: bool) -> safe_open:
     if not path.is_file():
         why = (
             f"{INDEX_FILE} names it; download the checkpoint again"

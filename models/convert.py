@@ -1,5 +1,4 @@
-"""Conversions into a ready folder: ``config.json``, one ``model.safetensors`` in the compute
-dtype, tokenizer files.
+"""Conversions into a ready folder: configuration, weights in the compute dtype, tokenizer files.
 
 Tensors go through one at a time, so the peak is one tensor above the source's mapped pages.
 """
@@ -14,10 +13,12 @@ import torch
 from transformers import AutoTokenizer
 
 from kvferry.core.errors import ModelLoadError
-from kvferry.models.checkpoint import SINGLE_FILE, Checkpoint
+from kvferry.models.checkpoint import Checkpoint, needed_tensors
 from kvferry.models.gguf import GgufFile, save_tokenizer
 from kvferry.models.safetensors_writer import DTYPE_NAMES, write_safetensors
+from kvferry.models.spec import read_spec
 from kvferry.models.tokenizer import TOKENIZER_FILE
+from kvferry.models.weight_files import INDEX_FILE, SINGLE_FILE
 
 _COPIED_PATTERNS = ("*.json", "*.jinja", "tokenizer.model")
 
@@ -28,29 +29,25 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def is_ready(folder: Path, dtype: torch.dtype) -> bool:
-    """Whether all weights of a folder are stored in ``dtype`` and its tokenizer can be read as it
-    is.
+    """Whether a folder's weights are stored in ``dtype`` and its tokenizer can be read as it is.
+
+    Raises ModelLoadError for an incomplete or unsupported checkpoint.
     """
-    checkpoint = Checkpoint(folder)
-    stored = {checkpoint.layout(name)[0] for name in checkpoint.names()}
+    spec, checkpoint = read_spec(folder), Checkpoint(folder)
+    needed = needed_tensors(spec, checkpoint)
+    stored = {checkpoint.layout(source)[0] for source in needed.values()}
     return stored == {DTYPE_NAMES[dtype]} and (folder / TOKENIZER_FILE).is_file()
 
 
 def convert_folder(source: Path, dtype: torch.dtype, out: Path) -> None:
-    """Write a Hugging Face folder anew with all float tensors in ``dtype``."""
-    checkpoint = Checkpoint(source)
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name in checkpoint.names():
-        stored, shape = checkpoint.layout(name)
-        if stored not in DTYPE_NAMES.values():
-            raise ModelLoadError(
-                f"{source}: tensor {name} has type {stored}, which is not supported"
-            )
-        shapes[name] = tuple(shape)
+    """Write a Hugging Face folder anew with all weights in ``dtype``."""
+    spec, checkpoint = read_spec(source), Checkpoint(source)
+    needed = dict.fromkeys(needed_tensors(spec, checkpoint).values())
+    shapes = {name: tuple(checkpoint.layout(name)[1]) for name in needed}
     write_safetensors(out / SINGLE_FILE, shapes, dtype, checkpoint.tensor)
     for pattern in _COPIED_PATTERNS:
         for path in source.glob(pattern):
-            if not path.name.endswith(".safetensors.index.json"):
+            if path.name != INDEX_FILE:
                 shutil.copy(path, out / path.name)
     if not (out / TOKENIZER_FILE).is_file():
         _save_fast_tokenizer(source, out)

