@@ -82,7 +82,8 @@ def fill_decoder(spec: ModelSpec, checkpoint: Checkpoint, dtype: torch.dtype) ->
     """Assign every parameter; tied embeddings share one. Raises as needed_tensors does."""
     sources = needed_tensors(spec, checkpoint)
     decoder = Decoder(spec)
-    weights = {name: checkpoint.tensor(source).to(dtype) for name, source in sources.items()}
+    tensors = {source: checkpoint.tensor(source).to(dtype) for source in {*sources.values()}}
+    weights = {name: tensors[source] for name, source in sources.items()}
     decoder.load_state_dict(weights, strict=True, assign=True)
     if sources[HEAD] == sources[EMBEDDING]:
         decoder.lm_head.weight = decoder.model.embed_tokens.weight

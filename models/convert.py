@@ -65,7 +65,7 @@ def convert_gguf(path: Path, dtype: torch.dtype, out: Path) -> None:
 def _save_fast_tokenizer(source: Path, out: Path) -> None:
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
         raise ModelLoadError(
             f"{source}: no tokenizer can be read from this folder: {error}"
         ) from None

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from kvferry.core.errors import ModelLoadError
+from kvferry.models.identity import weights_digest
 from kvferry.models.load import load_model
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -239,3 +240,18 @@ def test_nothing_is_trained(single: Path) -> None:
     assert not decoder.training
     assert not any(parameter.requires_grad for parameter in decoder.parameters())
     assert not any(torch.isnan(parameter).any() for parameter in decoder.parameters())
+
+
+def test_identity_is_of_the_weights_that_count(sharded: Path, copy: Path) -> None:
+    digest = weights_digest(sharded)
+    assert weights_digest(copy) == digest
+    (copy / "model-00099-of-00099.safetensors").write_bytes(b"")
+    (copy / "README.md").write_text("words")
+    assert weights_digest(copy) == digest
+    edit_config(copy, rms_norm_eps=1e-5)
+    assert weights_digest(copy) != digest
+    with shards(copy)[0].open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"x")
+    shutil.copy(sharded / "config.json", copy)
+    assert weights_digest(copy) != digest

@@ -11,7 +11,7 @@ import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 from gguf_files import CHAT_TEMPLATE, write_gguf
 from tiny_models import our_logits, reference_logits, some_tokens, tiny_model
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from kvferry.core.errors import ModelLoadError
 from kvferry.models.load import load_model, resolve
@@ -118,6 +118,19 @@ def test_tokenizer_comes_along(tmp_path: Path) -> None:
     assert tokenizer.render_chat([{"role": "user", "content": "hi"}]) == "user:hi;"
     assert CHAT_TEMPLATE in (folder / "chat_template.jinja").read_text()
     assert json.loads((folder / "config.json").read_text())["dtype"] == "float32"
+
+
+def test_a_sentencepiece_tokenizer_comes_along(tmp_path: Path) -> None:
+    model = tiny_model("llama", torch.float32, vocab_size=300)
+    gguf = write_gguf(tmp_path / "tiny.gguf", model, "llama", sentencepiece=True)
+    tokenizer = Tokenizer(resolve(str(gguf), torch.float32, cache=tmp_path / "cache"))
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path, gguf_file="tiny.gguf")
+    assert tokenizer.encode("ab")[0] == tokenizer.bos_token_id == 1
+    assert tokenizer.vocab_size == 300
+    for text in ("ab", "ab ab  ab", "你好 😀 xyz", "line\nline"):
+        assert tokenizer.encode(text) == theirs.encode(text)
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert not tokenizer.has_chat_template
 
 
 def bare_gguf(path: Path, architecture: str, **metadata: int) -> Path:

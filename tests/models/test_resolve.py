@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_models import our_logits, reference_logits, save, some_tokens, tiny_model
 from tiny_tokenizer import save_tokenizer
 
@@ -133,6 +133,40 @@ def test_a_folder_without_any_tokenizer_says_so(tmp_path: Path) -> None:
     source = save(tiny_model("llama", torch.float32), tmp_path / "model")
     with pytest.raises(ModelLoadError, match="tokenizer"):
         resolve(str(source), torch.float32, cache=tmp_path / "cache")
+
+
+def test_a_folder_with_an_older_tokenizer_gets_a_fast_one(tmp_path: Path) -> None:
+    source = save(tiny_model("llama", torch.float32), tmp_path / "model")
+    letters = [chr(code) for code in range(33, 120)]
+    words = ["<|endoftext|>", *letters, "ab"]
+    (source / "vocab.json").write_text(json.dumps({word: i for i, word in enumerate(words)}))
+    (source / "merges.txt").write_text("#version: 0.2\na b\n")
+    (source / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    folder = resolve(str(source), torch.float32, cache=tmp_path / "cache")
+    assert folder != source
+    assert Tokenizer(folder).encode("abc") == [len(words) - 1, words.index("c")]
+    assert torch.equal(
+        load_model(folder, torch.float32).lm_head.weight,
+        load_model(source, torch.float32).lm_head.weight,
+    )
+
+
+def test_tensors_the_model_does_not_need_are_left_behind(tmp_path: Path) -> None:
+    """Old Llama checkpoints carry rotary tables, in another dtype than the weights."""
+    folder = save(tiny_model("llama", torch.bfloat16), tmp_path / "model")
+    save_tokenizer(folder)
+    path = folder / "model.safetensors"
+    weights = {name: tensor.clone() for name, tensor in load_file(path).items()}
+    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+    weights["model.position_ids"] = torch.arange(4)
+    save_file(weights, path, {"format": "pt"})
+    cache = tmp_path / "cache"
+    assert resolve(str(folder), torch.bfloat16, cache=cache) == folder
+    converted = resolve(str(folder), torch.float32, cache=cache)
+    assert load_file(converted / "model.safetensors").keys() == weights.keys() - {
+        "model.layers.0.self_attn.rotary_emb.inv_freq",
+        "model.position_ids",
+    }
 
 
 def test_an_unsupported_folder_fails_before_its_weights_are_read(tmp_path: Path) -> None:

@@ -38,15 +38,18 @@ def write_gguf(
     kind: GGMLQuantizationType = GGMLQuantizationType.F32,
     extra: dict[str, Any] | None = None,
     rope_factors: list[float] | None = None,
+    sentencepiece: bool = False,
 ) -> Path:
-    """Write weights, sizes and a small byte-level tokenizer. Matrices are stored as ``kind``.
+    """Write weights, sizes and a small tokenizer, byte-level or sentencepiece. Matrices are
+    stored as ``kind``.
 
     ``extra`` holds metadata under the architecture's prefix. The model's parameters are set to
     what was stored, so that it stays the reference for the file.
     """
     writer = gguf.GGUFWriter(path, architecture)
     _add_sizes(writer, architecture, model.config, extra or {})
-    _add_tokenizer(writer, model.config.vocab_size)
+    add_tokenizer = _add_sentencepiece if sentencepiece else _add_byte_level
+    add_tokenizer(writer, model.config.vocab_size)
     tied = model.config.tie_word_embeddings
     for name, parameter in model.named_parameters():
         if tied and name.startswith("lm_head"):
@@ -91,7 +94,26 @@ def _add_sizes(writer: gguf.GGUFWriter, prefix: str, config: Any, extra: dict[st
         add(f"{prefix}.{key}", value)
 
 
-def _add_tokenizer(writer: gguf.GGUFWriter, vocab_size: int) -> None:
+def _add_sentencepiece(writer: gguf.GGUFWriter, vocab_size: int) -> None:
+    """As Llama 2 has it: bytes as a last resort, a mark for spaces, a BOS before every text."""
+    control = ["<unk>", "<s>", "</s>"]
+    spelled = [f"<0x{byte:02X}>" for byte in range(256)]
+    pieces = ["▁", *"abcdefgh", "▁a", "ab", "▁ab"]
+    unused = [f"unused{i}" for i in range(vocab_size - len(control) - len(spelled) - len(pieces))]
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list([*control, *spelled, *pieces, *unused])
+    writer.add_token_scores(
+        [0.0] * (len(control) + len(spelled)) + [-float(i) for i in range(vocab_size - 259)]
+    )
+    writer.add_token_types([2, 3, 3] + [6] * 256 + [1] * (vocab_size - 259))
+    writer.add_unk_token_id(0)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_add_bos_token(True)
+
+
+def _add_byte_level(writer: gguf.GGUFWriter, vocab_size: int) -> None:
     control = ["<unk>", "<s>", "</s>"]
     letters = [chr(code) for code in range(33, 33 + vocab_size - len(control) - 1)]
     writer.add_tokenizer_model("gpt2")
