@@ -26,6 +26,8 @@ from kvferry.engine.plan import RowLogprobs, SamplingRows, StepResult
 
 NUM_CANDIDATES = (256, 4096)
 """Candidates looked at first, and for the rows that are not content with these."""
+NOISE_AT_ONCE = 65536
+"""Ids whose noise is computed at once at most: more would not stay in the processor's cache."""
 
 
 class InvalidLogits(ArithmeticError):
@@ -161,8 +163,12 @@ def _draw(logits: torch.Tensor, draws: _Draws) -> torch.Tensor:
     for num_candidates in NUM_CANDIDATES:
         if len(pending):
             pending = _draw_top(logits, draws, pending, num_candidates, tokens)
-    for row in torch.cat([pending, (~filtered).nonzero().flatten()]).unsqueeze(1):
+    for row in pending.unsqueeze(1):
         tokens[row] = _draw_whole(logits[row], draws[row])
+    unfiltered = (~filtered).nonzero().flatten()
+    for rows in unfiltered.split(max(1, NOISE_AT_ONCE // logits.shape[-1])):
+        scaled = logits[rows].double() / draws.temperature[rows].unsqueeze(1)
+        tokens[rows] = (scaled + draws[rows].full_noise(logits.shape[-1])).argmax(dim=-1)
     return tokens
 
 
@@ -177,8 +183,8 @@ def _draw_top(
     part, values = draws[rows], logits[rows]
     top, ids = values.topk(min(num_candidates, values.shape[-1]), dim=-1)
     scaled = top.double() / part.temperature.unsqueeze(1)
-    threshold = _thresholds(scaled, _log_totals(values, part), part)
-    complete = (threshold > scaled[:, -1]) | (ids.shape[-1] == values.shape[-1])
+    threshold, complete = _thresholds(scaled, _log_totals(values, part), part)
+    complete |= ids.shape[-1] == values.shape[-1]
     found = complete.nonzero().flatten()
     if len(found):
         chosen = _draw_candidates(scaled[found], ids[found], threshold[found], part[found])
@@ -196,11 +202,13 @@ def _log_totals(logits: torch.Tensor, draws: _Draws) -> torch.Tensor:
     return totals
 
 
-def _thresholds(scaled: torch.Tensor, log_totals: torch.Tensor, draws: _Draws) -> torch.Tensor:
-    """The x from which on ids survive, [R]; -inf where all do.
+def _thresholds(
+    scaled: torch.Tensor, log_totals: torch.Tensor, draws: _Draws
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The x from which on ids survive, [R], -inf where all do; and where that is certain.
 
-    ``scaled`` [R, C] holds the C largest x, falling. A threshold that is not greater than the last
-    of them (with C < V) only says that the true one is at most that.
+    ``scaled`` [R, C] holds the C largest x, falling. It is certain with C = V, and else where the
+    threshold is above the last of them, and so is that of top-k, which top-p builds on.
     """
     count = scaled.shape[-1]
     by_k = scaled.gather(1, draws.top_k.clamp(1, count).unsqueeze(1) - 1)
@@ -213,7 +221,10 @@ def _thresholds(scaled: torch.Tensor, log_totals: torch.Tensor, draws: _Draws) -
     by_p = scaled.gather(1, nucleus.sum(dim=-1, keepdim=True).clamp(min=1) - 1)
     by_p = by_p.masked_fill(draws.top_p.unsqueeze(1) >= 1, -torch.inf)
     by_min_p = scaled[:, :1] + draws.min_p.unsqueeze(1).log()
-    return torch.cat([by_k, by_p, by_min_p], dim=1).amax(dim=-1)
+    threshold = torch.cat([by_k, by_p, by_min_p], dim=1).amax(dim=-1)
+    last = scaled[:, -1]
+    k_certain = (draws.top_k == 0) | (draws.top_p >= 1) | (by_k.squeeze(1) > last)
+    return threshold, (threshold > last) & k_certain
 
 
 def _draw_candidates(
@@ -231,14 +242,11 @@ def _draw_whole(logits: torch.Tensor, draw: _Draws) -> torch.Tensor:
     """Token [1] of one row [1, V] whose survivors may be anywhere in the vocabulary."""
     vocab_size = logits.shape[-1]
     scaled = logits.double() / draw.temperature
-    threshold = -torch.inf
     if draw.top_k > 0 or draw.top_p < 1:
         falling = logits.sort(dim=-1, descending=True).values.double() / draw.temperature
-        threshold = float(_thresholds(falling, scaled.logsumexp(dim=-1), draw))
-    elif draw.min_p > 0:
-        threshold = float(scaled.max() + draw.min_p.log())
-    if threshold == -torch.inf:
-        return (scaled + draw.full_noise(vocab_size)).argmax(dim=-1)
+        threshold, _ = _thresholds(falling, scaled.logsumexp(dim=-1), draw)
+    else:
+        threshold = scaled.max() + draw.min_p.log()
     ids = (scaled[0] >= threshold).nonzero().flatten()
     # Noise of the whole vocabulary costs as much as noise of a quarter of its ids.
     few = len(ids) * 4 < vocab_size
