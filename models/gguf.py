@@ -103,7 +103,7 @@ class GgufFile:
             values = _unpermute(values, self._own("attention.head_count"))
         if self.architecture == _PERMUTED and ".k_proj." in name:
             values = _unpermute(values, self._num_kv_heads)
-        return torch.from_numpy(np.array(values))
+        return torch.from_numpy(np.require(values, requirements=["C", "W"]))
 
     def config(self) -> dict[str, Any]:
         """The values of a ``config.json``."""

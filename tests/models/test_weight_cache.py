@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import weakref
 from pathlib import Path
 
 import pytest
@@ -156,3 +157,17 @@ def test_a_tensor_of_another_shape_than_announced_is_an_error(tmp_path: Path) ->
         write_safetensors(
             tmp_path / "x", {"a": (2, 3)}, torch.float32, lambda name: torch.ones(3, 2)
         )
+
+
+def test_a_written_tensor_is_gone_before_the_next_is_made(tmp_path: Path) -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def produce(name: str) -> torch.Tensor:
+        assert [ref for ref in made if ref() is not None] == []
+        tensor = torch.ones(8)
+        made.append(weakref.ref(tensor))
+        return tensor
+
+    shapes = dict.fromkeys("abc", (8,))
+    write_safetensors(tmp_path / "x.safetensors", shapes, torch.float32, produce)
+    assert len(made) == 3
