@@ -20,6 +20,40 @@ from kvferry.kv_transfer.messages import MAX_FRAME
 _LENGTH = struct.Struct("!I")
 
 
+class Wakeup:
+    """Cuts a wait for a socket short, from any thread, even before it begins."""
+
+    def __init__(self) -> None:
+        self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def set(self) -> None:
+        """Legal after close."""
+        # The lock keeps the number of a closed descriptor, by now perhaps another file's, from
+        # being written.
+        with self._lock:
+            if not self._closed:
+                os.eventfd_write(self._event, 1)
+
+    def wait_readable(self, sock: socket.socket, timeout_s: float) -> bool:
+        """Wait until there is something to read; True when a ``set`` cut the wait short."""
+        poll = select.poll()
+        poll.register(sock, select.POLLIN)
+        poll.register(self._event, select.POLLIN)
+        ready = poll.poll(max(0, math.ceil(timeout_s * 1000)))
+        if any(fd == self._event for fd, _ in ready):
+            os.eventfd_read(self._event)
+            return True
+        return False
+
+    def close(self) -> None:
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                os.close(self._event)
+
+
 class FrameSocket:
     """Frames over one connected socket, which it owns. ``frame_timeout_s``: longest wait inside a
     frame.
@@ -29,9 +63,7 @@ class FrameSocket:
         sock.setblocking(False)
         self._sock = sock
         self._frame_timeout_s = frame_timeout_s
-        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._close_lock = threading.Lock()
-        self._closed = False
+        self._wakeup = Wakeup()
         self._part = bytearray()
         self._wanted: int | None = None
         self._part_since = 0.0
@@ -69,7 +101,7 @@ class FrameSocket:
                 if left_s <= 0:
                     raise LinkLost("the peer stopped inside a message")
                 wait_s = min(wait_s, left_s)
-            if wait_s <= 0 or self._wait_readable(wait_s):
+            if wait_s <= 0 or self._wakeup.wait_readable(self._sock, wait_s):
                 return None
 
     def _advance(self, limit: int) -> bytes | None:
@@ -105,27 +137,9 @@ class FrameSocket:
         poll.register(self._sock, events)
         return bool(poll.poll(max(0, math.ceil(timeout_s * 1000))))
 
-    def _wait_readable(self, timeout_s: float) -> bool:
-        """Whether the wait was cut short by a wake."""
-        poll = select.poll()
-        poll.register(self._sock, select.POLLIN)
-        poll.register(self._wakeup, select.POLLIN)
-        ready = poll.poll(math.ceil(timeout_s * 1000))
-        if any(fd == self._wakeup for fd, _ in ready):
-            os.eventfd_read(self._wakeup)
-            return True
-        return False
-
     def wake(self) -> None:
-        # The lock keeps the number of a closed descriptor, by now perhaps another file's, from
-        # being written.
-        with self._close_lock:
-            if not self._closed:
-                os.eventfd_write(self._wakeup, 1)
+        self._wakeup.set()
 
     def close(self) -> None:
-        with self._close_lock:
-            if not self._closed:
-                self._closed = True
-                self._sock.close()
-                os.close(self._wakeup)
+        self._sock.close()
+        self._wakeup.close()

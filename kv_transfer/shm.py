@@ -8,7 +8,6 @@ shrink it under the other.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import mmap
 import os
@@ -19,13 +18,14 @@ import struct
 import time
 
 from kvferry.core.errors import LinkLost, LinkRefused, ProtocolError
-from kvferry.kv_transfer.framing import FrameSocket
+from kvferry.kv_transfer.framing import FrameSocket, Wakeup
 from kvferry.kv_transfer.messages import MAX_FRAME
 
 SCHEME = "shm"
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _UCRED = struct.Struct("3i")
 _BACKLOG = 64
+_PAUSE_S = 0.05
 
 
 class ShmStaging:
@@ -107,16 +107,23 @@ class ShmListener:
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._sock.bind(f"\0{self._name}")
         self._sock.listen(_BACKLOG)
+        self._sock.setblocking(False)
+        self._wakeup = Wakeup()
 
     @property
     def endpoint(self) -> str:
         return f"{SCHEME}:{self._name}"
 
     def accept(self, timeout_s: float) -> ShmChannel | None:
-        self._sock.settimeout(timeout_s)
+        if self._wakeup.wait_readable(self._sock, timeout_s):
+            return None
         try:
             sock, _ = self._sock.accept()
+        except BlockingIOError:
+            return None
         except OSError:
+            # Out of descriptors, say: the caller waits in line still, so do not spin on it.
+            time.sleep(min(timeout_s, _PAUSE_S))
             return None
         if not _same_user(sock):
             sock.close()
@@ -124,11 +131,11 @@ class ShmListener:
         return ShmChannel(sock)
 
     def stop(self) -> None:
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
+        self._wakeup.set()
 
     def close(self) -> None:
         self._sock.close()
+        self._wakeup.close()
 
 
 def connect_shm(endpoint: str, timeout_s: float) -> ShmChannel:

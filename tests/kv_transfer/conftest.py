@@ -208,3 +208,13 @@ def make_loopback_pair() -> Iterator[PairFactory]:
     factory = PairFactory("loopback")
     yield factory
     factory.close()
+
+
+@pytest.fixture(scope="session", name="make_cache")
+def cache_factory() -> type[Cache]:
+    return Cache
+
+
+@pytest.fixture(scope="session", name="make_layout")
+def layout_factory() -> Callable[..., KvLayout]:
+    return make_layout

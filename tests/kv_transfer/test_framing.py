@@ -98,10 +98,12 @@ def test_frames_above_the_limit_are_not_sent(ends) -> None:
 
 def test_a_wake_ends_the_wait(ends) -> None:
     frames, _peer = ends
-    threading.Timer(0.05, frames.wake).start()
+    timer = threading.Timer(0.05, frames.wake)
+    timer.start()
     started = time.monotonic()
     assert frames.receive(30.0) is None
     assert time.monotonic() - started < 10.0
+    timer.join()
 
 
 def test_a_wake_beforehand_is_kept_and_one_after_close_is_harmless(ends) -> None:
