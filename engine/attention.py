@@ -69,7 +69,9 @@ class PagedAttention:
         self._chunks = [
             self._make_chunk(tensors, int(seq)) for seq in np.flatnonzero(query_lens > 1)
         ]
-        most = max((len(bucket.slots) for bucket in self._buckets), default=0)
+        gathered = [bucket.slots for bucket in self._buckets]
+        gathered += [chunk.slots for chunk in self._chunks if chunk.context_len]
+        most = max(map(len, gathered), default=0)
         # Reused by all layers: fresh memory would cost a page fault per 4 KiB each time.
         self._scratch = kv.tensor.new_empty((2, most, kv.num_kv_heads, kv.head_dim))
 
@@ -86,7 +88,7 @@ class PagedAttention:
             self._attend_bucket(bucket, q, (cache_k, cache_v), out)
         for chunk in self._chunks:
             if chunk.context_len:
-                keys, values = cache_k[chunk.slots], cache_v[chunk.slots]
+                keys, values = self._gather((cache_k, cache_v), chunk.slots)
             else:
                 keys, values = k[chunk.start : chunk.end], v[chunk.start : chunk.end]
             _attend_chunk(chunk, q, (keys.to(q.dtype), values.to(q.dtype)), out)
@@ -117,6 +119,16 @@ class PagedAttention:
     def _on_device(self, array: NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(array).to(self._keys_values.device)
 
+    def _gather(
+        self, cache: tuple[torch.Tensor, torch.Tensor], slots: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [len(slots), Hkv, D], valid until the next call."""
+        k, v = (
+            torch.index_select(part, 0, slots, out=scratch[: len(slots)])
+            for part, scratch in zip(cache, self._scratch, strict=True)
+        )
+        return k, v
+
     def _attend_bucket(
         self,
         bucket: _Bucket,
@@ -124,13 +136,10 @@ class PagedAttention:
         cache: tuple[torch.Tensor, torch.Tensor],
         out: torch.Tensor,
     ) -> None:
-        rows = len(bucket.tokens)
+        shape = (len(bucket.tokens), bucket.length)
         keys, values = (
-            torch.index_select(source, 0, bucket.slots, out=scratch[: len(bucket.slots)])
-            .view(rows, bucket.length, *source.shape[1:])
-            .transpose(1, 2)
-            .to(q.dtype)
-            for source, scratch in zip(cache, self._scratch, strict=True)
+            part.unflatten(0, shape).transpose(1, 2).to(q.dtype)
+            for part in self._gather(cache, bucket.slots)
         )
         queries = q[bucket.tokens].unflatten(1, (keys.shape[1], -1))
         attended = scaled_dot_product_attention(queries, keys, values, attn_mask=bucket.mask)
