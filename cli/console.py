@@ -10,13 +10,17 @@ from typing import Self
 from rich.console import Console
 from rich.status import Status
 
+# Tables in a file or a pipe are not cut to the width of a terminal that is not there.
+FILE_WIDTH = 160
+
 
 def stdout() -> Console:
-    return Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    return Console(highlight=False, width=None if sys.stdout.isatty() else FILE_WIDTH)
 
 
 def stderr() -> Console:
-    return Console(stderr=True, highlight=False, soft_wrap=not sys.stderr.isatty())
+    width = None if sys.stderr.isatty() else FILE_WIDTH
+    return Console(stderr=True, highlight=False, width=width)
 
 
 class Stages:
@@ -57,5 +61,7 @@ class Stages:
             self._status = None
         if self._stage:
             took = time.monotonic() - self._began
-            self._console.print(f"{mark} {self._stage} ({took:.1f} s)", markup=False)
+            self._console.print(
+                f"{mark} {self._stage} ({took:.1f} s)", markup=False, soft_wrap=True
+            )
             self._stage = ""

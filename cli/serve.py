@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvferry.cli.console import Stages, stderr, stdout
+from kvferry.cli.console import Stages, stderr
 from kvferry.cli.lifetime import Serving, serve_until_stopped
 from kvferry.core.config import Config, load_config
 
@@ -119,7 +119,7 @@ async def run_server(config: Config) -> None:
 
         def ready(serving: Serving) -> None:
             stages.finish()
-            stdout().print(ready_line(config, serving), markup=False)
+            print(ready_line(config, serving), flush=True)
 
         await serve_until_stopped(System(config, report=stages), ready, stages)
 

@@ -53,14 +53,20 @@ def print_status(answer: pb.StatusResponse) -> None:
 
 
 def status_table(answer: pb.StatusResponse) -> Table:
-    """One row per worker, prefill first."""
-    table = Table("worker", "role", "state", "running", "waiting", "steps", "block size")
-    for name in BLOCK_STATES:
-        table.add_column(name.replace("_", " "), justify="right")
+    """One row per worker, prefill first. Fits a terminal of 80 columns."""
+    table = Table("worker", "role", "state")
+    table.columns[0].no_wrap = True
+    for name in ("running", "waiting", "steps"):
+        table.add_column(name, justify="right")
+    table.add_column("blocks")
     for worker in sorted(answer.workers, key=lambda w: (w.role != "prefill", w.worker_id)):
-        load = (worker.running, worker.waiting, worker.steps, worker.block_size)
-        blocks = (getattr(worker.blocks, name) for name in BLOCK_STATES)
-        table.add_row(
-            worker.worker_id, worker.role, worker.state, *(f"{n:,}" for n in (*load, *blocks))
-        )
+        load = (f"{number:,}" for number in (worker.running, worker.waiting, worker.steps))
+        table.add_row(worker.worker_id, worker.role, worker.state, *load, blocks_text(worker))
     return table
+
+
+def blocks_text(worker: pb.WorkerStatus) -> str:
+    """``720 free, 8 cached, of 16 tokens``: the states that hold any block."""
+    counts = {name: getattr(worker.blocks, name) for name in BLOCK_STATES}
+    held = [f"{count:,} {name.replace('_', ' ')}" for name, count in counts.items() if count]
+    return f"{', '.join(held) or 'none'}, of {worker.block_size} tokens"

@@ -53,31 +53,57 @@ def test_demo_answers_and_leaves_nothing(mark: str) -> None:
         assert station in done.stdout
 
 
-def test_serve_answers_both_apis_and_stops_on_ctrl_c(mark: str, tmp_path: Path) -> None:
+@pytest.fixture
+def server(mark: str, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """``kvferry serve`` on free ports; what it says on stderr is in ``err``."""
     command = ["env", mark, KVFERRY, "serve", "--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0"]
     with (
         (tmp_path / "err").open("w") as err,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=err, text=True) as server,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=err, text=True) as process,
     ):
-        assert server.stdout is not None
-        ready = server.stdout.readline()
-        match = re.fullmatch(
-            r"kvferry is ready: smollm2-135m-instruct, gRPC (\S+), HTTP (http://\S+)\n", ready
+        yield process
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(timeout=30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def complete(url: str) -> str:
+    """The answer of the HTTP API to the prompt of the demo."""
+    body = {"prompt": "The capital of France is", "max_tokens": 4, "temperature": 0}
+    request = urllib.request.Request(f"{url}/completions", json.dumps(body).encode())
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        text: str = json.load(answer)["choices"][0]["text"]
+        return text
+
+
+def test_serve_answers_both_apis_and_stops_on_ctrl_c(
+    server: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    assert server.stdout is not None
+    ready = server.stdout.readline()
+    pattern = r"kvferry is ready: smollm2-135m-instruct, gRPC (\S+), HTTP (http://\S+)\n"
+    match = re.fullmatch(pattern, ready)
+    assert match is not None, (tmp_path / "err").read_text()
+    assert "Paris" in complete(match[2])
+    for arguments, says in (
+        (
+            ["generate", "The capital of France is", "--max-tokens", "4", "--temperature", "0"],
+            "Paris",
+        ),
+        (["status"], "prefill-0"),
+    ):
+        done = subprocess.run(
+            [KVFERRY, *arguments, "--target", match[1]],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
         )
-        assert match is not None, (tmp_path / "err").read_text()
-        body = {"prompt": "The capital of France is", "max_tokens": 4, "temperature": 0}
-        data = json.dumps(body).encode()
-        request = urllib.request.Request(f"{match[2]}/completions", data)
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            assert "Paris" in json.load(answer)["choices"][0]["text"]
-        asked = ["generate", "The capital of France is", "--target", match[1], "--max-tokens", "4"]
-        done = subprocess.run([KVFERRY, *asked], capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
-        shown = subprocess.run(
-            [KVFERRY, "status", "--target", match[1]], capture_output=True, text=True, timeout=60
-        )
-        assert shown.returncode == 0
-        assert "prefill-0" in shown.stdout
-        server.send_signal(signal.SIGINT)
-        assert server.wait(timeout=60) == 0
+        assert says in done.stdout
+    server.send_signal(signal.SIGINT)
+    assert server.wait(timeout=60) == 0
     assert "stopping: requests in flight may finish" in (tmp_path / "err").read_text()

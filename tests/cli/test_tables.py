@@ -33,8 +33,8 @@ TIMELINE = Timeline(
 )
 
 
-def text_of(table: Table) -> str:
-    console = Console(width=140)
+def text_of(table: Table, width: int = 140) -> str:
+    console = Console(width=width)
     with console.capture() as captured:
         console.print(table)
     return captured.get()
@@ -76,7 +76,11 @@ def test_status_lists_prefill_before_decode_with_blocks_by_state() -> None:
     text = text_of(status_table(status()))
     assert text.index("prefill-0") < text.index("decode-0")
     assert "1,234" in text
-    assert "in use" in text
+    assert "1,234 free, 7 in use, of 16 tokens" in text
+
+
+def test_names_of_workers_are_whole_on_a_narrow_terminal() -> None:
+    assert "prefill-0" in text_of(status_table(status()), width=60)
 
 
 def test_status_json_keeps_zeros() -> None:
