@@ -28,20 +28,20 @@ class HttpServer:
 
     def __init__(self, server: uvicorn.Server, listener: socket.socket) -> None:
         self._server = server
-        self._listener = listener
+        self.listener = listener
         self.host, self.port = listener.getsockname()[:2]
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Begin to serve. Connections made since the server was built wait in the listener."""
-        self._task = asyncio.create_task(self._server.serve(sockets=[self._listener]))
+        self._task = asyncio.create_task(self._server.serve(sockets=[self.listener]))
 
     async def stop(self) -> None:
         """Take no new connections; answers under way may end within the grace time."""
         self._server.should_exit = True
         if self._task is not None:
             await self._task
-        self._listener.close()
+        self.listener.close()
 
 
 def make_http_server(app: ASGIApp, host: str, port: int, *, grace_s: float = 10.0) -> HttpServer:

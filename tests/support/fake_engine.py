@@ -103,6 +103,7 @@ class FakeEngine:
     ) -> AsyncGenerator[TokenStep, None]:
         self.requests.append(request)
         self.running += 1
+        self._changed.set()
         ended = False
         timeline.queue_s, timeline.ttft_s, timeline.decode_s = 0.001, 0.02, 0.1
         timeline.prefill_s, timeline.transfer_bytes = 0.01, 4096
@@ -123,12 +124,16 @@ class FakeEngine:
             self.closed_early += not ended
             self._changed.set()
 
-    async def idle(self) -> None:
-        """Wait until nothing runs."""
+    async def until_running(self, num_choices: int) -> None:
+        """Wait until exactly so many choices run."""
         async with asyncio.timeout(5):
-            while self.running:
+            while self.running != num_choices:
                 self._changed.clear()
                 await self._changed.wait()
+
+    async def idle(self) -> None:
+        """Wait until nothing runs."""
+        await self.until_running(0)
 
     def status(self) -> kvferry_pb2.StatusResponse:
         ready, reason = self.ready()
