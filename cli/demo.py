@@ -12,7 +12,6 @@ from kvferry.cli.answer import read_answer
 from kvferry.cli.console import Stages, stderr, stdout
 from kvferry.cli.generate import show
 from kvferry.cli.timeline import timeline_table
-from kvferry.client.client import KvferryClient
 from kvferry.core.config import Config, load_config
 from kvferry.core.sampling import SamplingParams
 
@@ -34,6 +33,7 @@ def demo(
 
 async def run_demo(config: Config, prompt: str) -> None:
     """Serve ``config`` for the length of one answer. Raises KvferryError."""
+    from kvferry.client.client import KvferryClient
     from kvferry.cluster.system import System
 
     with Stages(stderr()) as stages:

@@ -12,7 +12,6 @@ import typer
 from kvferry.cli.answer import read_answer
 from kvferry.cli.console import stderr
 from kvferry.cli.timeline import timeline_table
-from kvferry.client.client import KvferryClient
 from kvferry.core.request import Usage
 from kvferry.core.sampling import SamplingParams, parse_sampling
 
@@ -42,6 +41,8 @@ def generate(
 
 async def ask(prompt: str, target: str, sampling: SamplingParams, *, as_json: bool) -> None:
     """Stream one answer to stdout; the timeline goes to stderr."""
+    from kvferry.client.client import KvferryClient
+
     async with KvferryClient(target) as client:
         usage = Usage()
         deltas = client.generate(prompt, sampling, usage=usage)

@@ -51,7 +51,7 @@ def root(
 
 def main() -> None:
     """Run the command line: 0 done, 1 an error of ours in one line on stderr, 2 wrong usage."""
-    # gRPC's core reports every fork that Ray makes; nothing of that is for an operator.
+    # Read when gRPC is imported, which the commands do: it would report every fork of Ray's.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
         app()

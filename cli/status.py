@@ -12,7 +12,6 @@ from rich.table import Table
 
 from kvferry.cli.console import stdout
 from kvferry.cli.generate import DEFAULT_TARGET, Target
-from kvferry.client.client import KvferryClient
 from kvferry.proto import kvferry_pb2 as pb
 
 BLOCK_STATES = ("free", "reserved", "in_use", "cached", "fenced")
@@ -33,6 +32,9 @@ def status(
 
 
 async def ask_status(target: str) -> pb.StatusResponse:
+    """What the server at ``target`` says of itself. Raises Unavailable."""
+    from kvferry.client.client import KvferryClient
+
     async with KvferryClient(target) as client:
         return await client.status()
 

@@ -154,7 +154,7 @@ def test_wrong_usage_exits_with_two(arguments: list[str]) -> None:
 def test_help_is_quick_because_nothing_heavy_is_loaded() -> None:
     script = (
         "import sys, kvferry.cli.main\n"
-        "heavy = ('torch', 'ray', 'transformers', 'fastapi')\n"
+        "heavy = ('torch', 'ray', 'transformers', 'fastapi', 'grpc')\n"
         "print([name for name in heavy if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True)
