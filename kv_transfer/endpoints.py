@@ -8,12 +8,12 @@ from kvferry.core.errors import LinkRefused
 from kvferry.kv_transfer import loopback, shm
 from kvferry.kv_transfer.transport import Channel, Listener
 
-TransportName = Literal["loopback", "shm"]
+TransportName = Literal["auto", "loopback", "shm"]
 
 
 def listen(transport: TransportName) -> Listener:
-    """Listen on a fresh endpoint of a transport."""
-    return shm.ShmListener() if transport == "shm" else loopback.LoopbackListener()
+    """Listen on a fresh endpoint of a transport; ``auto`` is shm."""
+    return loopback.LoopbackListener() if transport == "loopback" else shm.ShmListener()
 
 
 def connect(endpoint: str, timeout_s: float) -> Channel:

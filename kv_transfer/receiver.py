@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from kvferry.core.errors import LinkLost, ProtocolError
+from kvferry.core.errors import ConfigError, LinkLost, ProtocolError
 from kvferry.core.ids import LeaseId
 from kvferry.kv_transfer import handshake
 from kvferry.kv_transfer.handshake import Greeted, LinkOptions
@@ -40,7 +40,14 @@ class KvReceiver:
         listener: Listener,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Listens at once. Takes ownership of ``listener``."""
+        """Listens at once. Takes ownership of ``listener``.
+
+        Raises ConfigError when a slab could not hold one token of one layer.
+        """
+        if options.slab_bytes < memory.layout.layer_token_bytes:
+            listener.close()
+            needed = memory.layout.layer_token_bytes
+            raise ConfigError("transfer.slab", f"must be at least {needed} bytes for this model")
         self._memory = memory
         self._options = options
         self._listener = listener
@@ -64,9 +71,12 @@ class KvReceiver:
         return self._leases.counters
 
     def expect(self, job: ReceiveJob) -> None:
-        """Register a live lease before the sender hears of it. Raises ValueError when its id is
-        live already.
+        """Register a live lease before the sender hears of it.
+
+        Raises ValueError when its id is live already, RuntimeError after close.
         """
+        if self._closing.is_set():
+            raise RuntimeError("the receiver is closed")
         self._leases.expect(job)
 
     def renew(self, lease: LeaseId, deadline_s: float) -> None:

@@ -4,6 +4,7 @@ acknowledged.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -30,7 +31,7 @@ from kvferry.kv_transfer.messages import (
     encode,
 )
 from kvferry.kv_transfer.outgoing import Transfer, TransferState, TransferTable
-from kvferry.kv_transfer.plan import plan_slabs
+from kvferry.kv_transfer.plan import SlabMove, plan_slabs
 from kvferry.kv_transfer.transport import Channel
 
 
@@ -64,18 +65,26 @@ class SenderSession:
         for transfer in self._transfers.values():
             self._offer(transfer)
         heard_at = sent_at = time.monotonic()
+        sweep_at = heard_at
         try:
             while not stopping.is_set():
                 for transfer in admit():
                     self._offer(transfer)
-                self._sweep()
-                frame = self._channel.receive(self._wait_s(sent_at))
+                    sweep_at = heard_at
+                if time.monotonic() >= sweep_at:
+                    sweep_at = time.monotonic() + self._sweep()
+                wait_until = min(sweep_at, sent_at + self._options.beat_s)
+                frame = self._channel.receive(wait_until - time.monotonic())
                 now = time.monotonic()
                 if frame is not None:
                     heard_at = now
-                    self._handle(frame)
-                elif now - heard_at > self._options.silence_s:
-                    raise LinkLost("the peer is silent")
+                    if self._handle(frame):
+                        sweep_at = now
+                else:
+                    # A wait that was cut short may mean an abort.
+                    sweep_at = now
+                    if now - heard_at > self._options.silence_s:
+                        raise LinkLost("the peer is silent")
                 if now - sent_at >= self._options.beat_s:
                     self._send(Beat())
                     sent_at = now
@@ -83,9 +92,7 @@ class SenderSession:
             self._staging.close()
 
     def _offer(self, transfer: Transfer) -> None:
-        """Offer what is not acknowledged yet. A layout that cannot be bridged ends the transfer
-        here.
-        """
+        """Offer what is not acknowledged yet; layouts that cannot be bridged end it here."""
         if transfer.state is TransferState.ENDED:
             return
         job = transfer.job
@@ -105,14 +112,11 @@ class SenderSession:
         elif not transfer.held:
             self._table.succeed(transfer)
 
-    def _wait_s(self, sent_at: float) -> float:
-        """Seconds until a beat is due or a transfer overdue."""
-        timers = [self._table.overdue_in_s(transfer) for transfer in self._transfers.values()]
-        return min([sent_at + self._options.beat_s - time.monotonic(), *timers])
+    def _sweep(self) -> float:
+        """Look after every transfer; seconds until the next one is overdue.
 
-    def _sweep(self) -> None:
-        """Drop the transfers that have ended, give back what they hold, resend or fail those that
-        do not move.
+        Those that have ended are dropped and give back what they hold; those that do not move are
+        sent once more, then fail.
         """
         for lease, transfer in list(self._transfers.items()):
             if self._table.is_overdue(transfer):
@@ -130,29 +134,38 @@ class SenderSession:
                 for grant, (slab, _) in transfer.held.items():
                     self._headers.pop(grant, None)
                     self._send(Return(slab=slab, grant=grant))
+        timers = [self._table.overdue_in_s(transfer) for transfer in self._transfers.values()]
+        return min(timers, default=math.inf)
 
-    def _handle(self, frame: bytes) -> None:
+    def _handle(self, frame: bytes) -> bool:
+        """Act on a message. Whether it ended a transfer."""
         message = decode_to_sender(frame)
         match message:
-            case Credit():
-                self._credit(message)
-            case Ack():
-                self._ack(message)
-            case Resend():
-                self._resend(message)
-            case Complete():
+            case Credit() | Ack() | Resend():
+                transfer = self._live(message.lease)
+            case Complete() | Abort():
                 transfer = self._live(message.lease, message.key)
-                if transfer is not None:
-                    transfer.acked.update(move.index for move in transfer.moves)
-                    self._table.succeed(transfer)
-            case Abort():
-                transfer = self._live(message.lease, message.key)
-                if transfer is not None:
-                    self._table.fail(transfer, message.reason, message.detail)
             case Beat():
-                pass
+                return False
             case _:
                 raise ProtocolError("a message of the handshake after it")
+        if transfer is None:
+            if isinstance(message, Credit):
+                self._send(Return(slab=message.slab, grant=message.grant))
+            return False
+        match message:
+            case Credit():
+                self._credit(transfer, message)
+            case Ack():
+                self._ack(transfer, message)
+            case Resend():
+                self._resend(transfer, message)
+            case Complete():
+                transfer.acked.update(move.index for move in transfer.moves)
+                self._table.succeed(transfer)
+            case Abort():
+                self._table.fail(transfer, message.reason, message.detail)
+        return transfer.state is TransferState.ENDED
 
     def _live(self, lease: int, key: AttemptKey | None = None) -> Transfer | None:
         transfer = self._transfers.get(lease)
@@ -160,9 +173,8 @@ class SenderSession:
             return None
         return transfer if key is None or key == transfer.job.key else None
 
-    def _credit(self, credit: Credit) -> None:
-        transfer = self._live(credit.lease)
-        if transfer is None or not transfer.unsent:
+    def _credit(self, transfer: Transfer, credit: Credit) -> None:
+        if not transfer.unsent:
             self._send(Return(slab=credit.slab, grant=credit.grant))
             return
         self._table.moved(transfer)
@@ -170,9 +182,8 @@ class SenderSession:
         transfer.held[credit.grant] = (credit.slab, index)
         self._pack(transfer, credit.grant)
 
-    def _ack(self, ack: Ack) -> None:
-        transfer = self._live(ack.lease)
-        if transfer is None or transfer.held.get(ack.grant, (0, None))[1] != ack.index:
+    def _ack(self, transfer: Transfer, ack: Ack) -> None:
+        if transfer.held.get(ack.grant, (0, None))[1] != ack.index:
             return
         del transfer.held[ack.grant]
         del self._headers[ack.grant]
@@ -181,28 +192,28 @@ class SenderSession:
         if len(transfer.acked) == len(transfer.moves):
             self._table.succeed(transfer)
 
-    def _resend(self, resend: Resend) -> None:
-        transfer = self._live(resend.lease)
-        if transfer is not None and resend.grant in transfer.held:
+    def _resend(self, transfer: Transfer, resend: Resend) -> None:
+        if resend.grant in transfer.held:
             self._table.moved(transfer)
             self._pack(transfer, resend.grant)
 
     def _pack(self, transfer: Transfer, grant: int) -> None:
-        """Fill the granted slab and say so. A block given away meanwhile ends the transfer, and
-        nothing is sent.
+        """Fill the granted slab and say so.
+
+        A block given away meanwhile ends the transfer, and nothing is sent.
         """
         if not self._table.begin_pack(transfer):
             return
         job, (slab, index) = transfer.job, transfer.held[grant]
         move = transfer.moves[index]
-        started_at = time.perf_counter()
         digests = None
         try:
             if self._memory.is_fresh(job.blocks, move):
                 view = self._staging.slab(slab)[: move.nbytes]
+                started_at = time.perf_counter()
                 digests = self._memory.pack(job.blocks, move, view)
-                transfer.nbytes += move.nbytes
                 transfer.busy_s += time.perf_counter() - started_at
+                transfer.nbytes += move.nbytes
                 if not self._memory.is_fresh(job.blocks, move):
                     digests = None
         finally:
@@ -212,21 +223,24 @@ class SenderSession:
         if digests is None:
             self._table.fail(transfer, Reason.STALE, "a block was given away")
             return
-        header = SlabHeader(
-            key=job.key,
-            lease=job.lease,
-            index=index,
+        header = self._header(transfer, move, digests)
+        message = self._headers[grant] = Header(slab=slab, grant=grant, header=header)
+        self._send(message)
+
+    def _header(self, transfer: Transfer, move: SlabMove, digests: list[int]) -> SlabHeader:
+        return SlabHeader(
+            key=transfer.job.key,
+            lease=transfer.job.lease,
+            index=move.index,
             count=len(transfer.moves),
             layers=move.layers,
             heads=move.heads,
             tokens=move.tokens,
             flavour=self._memory.layout.flavour,
-            chain_hash=job.chain_hash,
+            chain_hash=transfer.job.chain_hash,
             nbytes=move.nbytes,
             digests=digests,
         )
-        message = self._headers[grant] = Header(slab=slab, grant=grant, header=header)
-        self._send(message)
 
     def _send_abort(self, transfer: Transfer) -> None:
         job, ending = transfer.job, transfer.ending

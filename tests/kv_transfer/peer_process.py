@@ -40,8 +40,8 @@ def options() -> LinkOptions:
         slab_bytes=16384,
         staging_bytes=1 << 20,
         beat_s=0.2,
-        silence_s=2.0,
-        progress_timeout_s=2.0,
+        silence_s=1.0,
+        progress_timeout_s=1.0,
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvferry.core.errors import ConfigError
 from kvferry.kv_transfer.endpoints import listen
 from kvferry.kv_transfer.jobs import (
     Reason,
@@ -335,6 +336,8 @@ def test_closing_fails_what_is_live(make_pair) -> None:
     assert_both_failed(pair, Reason.CLOSED, Reason.CLOSED)
     with pytest.raises(RuntimeError, match="closed"):
         pair.send()
+    with pytest.raises(RuntimeError, match="closed"):
+        pair.expect()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -345,3 +348,27 @@ def test_a_defect_in_a_pack_leaves_no_job_without_an_end(make_loopback_pair) -> 
     event = pair.sent.next()
     assert (type(event), event.reason) == (SendFailed, Reason.INTERNAL)
     assert_works(pair, lease=2, attempt=2)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_defect_in_a_scatter_leaves_no_lease_without_an_end(make_loopback_pair) -> None:
+    pair = make_loopback_pair()
+    short = pair.target.blocks
+    short = type(short)(block_ids=short.block_ids[:1], generations=short.generations[:1])
+    pair.expect(blocks=short)
+    pair.send()
+    event = pair.received.next()
+    assert (type(event), event.reason) == (ReceiveFailed, Reason.INTERNAL)
+    event = pair.sent.next()
+    assert (type(event), event.reason) == (SendFailed, Reason.ENDED)
+    assert_works(pair, lease=2, attempt=2)
+
+
+def test_slabs_too_small_for_the_model_are_refused_at_start(make_pair) -> None:
+    with pytest.raises(ConfigError, match=r"transfer\.slab"):
+        make_pair(slab_bytes=100)
+
+
+def test_slabs_of_odd_size_work(make_pair) -> None:
+    pair = make_pair(slab_bytes=1003)
+    assert_works(pair)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import IO, Any
+from typing import Any
 
 import pytest
 import torch
@@ -52,18 +52,16 @@ class Peer:
         assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
 
-    def close(self) -> None:
-        pipes: list[IO[Any] | None] = [self.process.stdin, self.process.stdout]
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGCONT)
+    def finish(self) -> int:
+        """Let it close its side and end."""
         assert self.process.stdin is not None
         self.process.stdin.close()
-        try:
-            self.process.wait(1.0)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait(20.0)
-        for pipe in pipes:
+        return self.process.wait(20.0)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait(20.0)
+        for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
             pipe.close()
 
@@ -122,6 +120,7 @@ def test_receiving_from_a_process(cleanup, fate: str) -> None:
     if fate == "lives":
         assert [type(here.next()), type(here.next())] == [ReceiveDone, ReceiveDone]
         assert [peer.line() for _ in range(3)] == ["SendDone", "SendDone", "done"]
+        assert peer.finish() == 0
         here.assert_received()
         return
     assert peer.line() == "stopped"
@@ -151,6 +150,7 @@ def test_sending_to_a_process(cleanup, fate: str) -> None:
     if fate == "lives":
         assert [type(here.next()), type(here.next())] == [SendDone, SendDone]
         assert [peer.line() for _ in range(3)] == ["ReceiveDone", "ReceiveDone", "done"]
+        assert peer.finish() == 0
         return
     assert peer.line() == "stopped"
     peer.process.send_signal(signal.SIGKILL if fate == "killed" else signal.SIGSTOP)

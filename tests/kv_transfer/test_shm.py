@@ -7,7 +7,9 @@ import fcntl
 import gc
 import mmap
 import os
+import shutil
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -124,6 +126,24 @@ def test_a_listener_that_never_accepts_does_not_hold_its_callers() -> None:
     for caller in callers:
         caller.close()
     listener.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_is_turned_away(make_shm_pair) -> None:
+    pair = make_shm_pair()
+    script = (
+        "import socket, sys\n"
+        "sock = socket.socket(socket.AF_UNIX)\n"
+        "sock.connect(sys.argv[1].replace('shm:', chr(0)))\n"
+        "sock.settimeout(20)\n"
+        "sys.exit(len(sock.recv(100)))\n"
+    )
+    python = shutil.which("python3", path="/usr/bin:/usr/local/bin")
+    if python is None:
+        pytest.skip("no Python that another user may run")
+    command = [python, "-S", "-c", script, pair.receiver.endpoint]
+    assert subprocess.run(command, user=65534, check=False).returncode == 0
+    assert subprocess.run(command, check=False).returncode > 0
 
 
 def test_stop_ends_an_accept_that_waits() -> None:
