@@ -184,7 +184,7 @@ class Config(Section):
                 raise ValueError(f"{name}.tp: only 1 is supported by this version")
         if self.cluster.device != "cpu":
             raise ValueError(
-                f"cluster.device: {self.cluster.device} is not available yet; set cluster.device: cpu"
+                f"cluster.device: {self.cluster.device} is not supported by this version; set cpu"
             )
         if self.transfer.slab > self.transfer.staging:
             raise ValueError("transfer.slab: must not be larger than transfer.staging")

@@ -60,6 +60,7 @@ def test_an_empty_file_means_defaults(tmp_path: Path) -> None:
         ({"prefill": {"workers": 0}}, "prefill.workers", "decode.role: both"),
         ({"decode": {"tp": 2}}, "decode.tp", "only 1"),
         ({"cluster": {"silence_s": 2.0}}, "cluster.silence_s", "twice"),
+        ({"cluster": {"device": "cuda"}}, "cluster.device", "set cpu"),
         ({"transfer": {"slab": "1GiB"}}, "transfer.slab", "staging"),
         ({1: {}}, "1", "unknown key"),
     ],
