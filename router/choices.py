@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
-from kvferry.core.errors import DeadlineExceeded, KvferryError, ProtocolError
+from kvferry.core.errors import DeadlineExceeded, ProtocolError
 from kvferry.core.request import TextDelta, Timeline, Usage
 from kvferry.router.choice_text import ChoiceText
 from kvferry.router.engine import TokenEngine
@@ -29,7 +29,7 @@ class _Mailbox:
     def __init__(self, num_choices: int) -> None:
         self._open_choices = num_choices
         self._pending: dict[int, TextDelta] = {}
-        self._error: KvferryError | None = None
+        self._error: Exception | None = None
         self._changed = asyncio.Event()
 
     def put(self, delta: TextDelta) -> None:
@@ -37,7 +37,7 @@ class _Mailbox:
         self._pending[delta.index] = delta if earlier is None else _joined(earlier, delta)
         self._changed.set()
 
-    def fail(self, error: KvferryError) -> None:
+    def fail(self, error: Exception) -> None:
         self._error = self._error or error
         self._changed.set()
 
@@ -122,7 +122,9 @@ async def _deliver(
         mailbox.fail(
             DeadlineExceeded(f"the deadline of {prompt.request.deadline_s:.3g} s has passed")
         )
-    except KvferryError as error:
+    except Exception as error:
+        # Nothing is hidden: whoever reads the stream gets it. Raised here, the group would cancel
+        # that reader wherever it is, and gRPC cannot end a call in the middle of a write.
         mailbox.fail(error)
 
 

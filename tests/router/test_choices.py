@@ -131,9 +131,8 @@ async def test_an_engine_that_forgets_to_finish(engine: FakeEngine, intake: Inta
 
 async def test_a_defect_of_the_engine_is_not_hidden(engine: FakeEngine, intake: Intake) -> None:
     engine.script = lambda request, index: [ZeroDivisionError("defect")]
-    with pytest.raises(ExceptionGroup) as caught:
+    with pytest.raises(ZeroDivisionError):
         await collect(engine, await intake.completion("x", {"n": 2}))
-    assert caught.group_contains(ZeroDivisionError)
     assert engine.running == 0
     assert only_this_task()
 
