@@ -145,8 +145,6 @@ class Intake:
     def _params(self, sampling: Mapping[str, Any]) -> SamplingParams:
         params = parse_sampling(dict(sampling))
         params.check_vocabulary(self.codec.vocab_size)
-        for i, stop in enumerate(params.stop):
-            check_unicode(stop, f"stop[{i}]")
         seed = secrets.randbits(63) if params.seed is None else params.seed
         return params.model_copy(update={"seed": seed})
 
