@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -22,8 +22,8 @@ class StepTokens:
 
     rows: Rows
     token_ids: Int64
-    finished: dict[int, FinishReason] = field(default_factory=dict)
-    logprobs: dict[int, RowLogprobs] = field(default_factory=dict)
+    finished: dict[int, FinishReason]
+    logprobs: dict[int, RowLogprobs]
 
 
 class DecodeBatch:
@@ -89,9 +89,7 @@ class DecodeBatch:
         """Local prompts whose last chunk this was leave the batch; they may come back as running."""
         step, split = self.planned, self._num_decoding
         finished = self._stepper.settle(step, result)
-        tokens = StepTokens(step.rows[:split], result.token_ids[:split])
-        tokens.finished = {i: why for i, why in finished.items() if i < split}
-        tokens.logprobs = {i: found for i, found in result.logprobs.items() if i < split}
+        tokens = _tokens(step.rows[:split], result, finished)
         firsts = first_tokens(step, result, finished, start=split)
         for first in firsts:
             self.prompts.remove(first.seq)
@@ -104,3 +102,22 @@ class DecodeBatch:
     def _remaining(self, seq: WorkerSequence) -> int:
         table = self._sequences.table
         return int(table.length[seq.row] - table.computed[seq.row])
+
+
+def _tokens(rows: Rows, result: StepResult, finished: dict[int, FinishReason]) -> StepTokens:
+    """The tokens of ``rows``, the first of the sampled ones, less those that are invalid."""
+    num_rows = len(rows)
+    valid = [i for i in range(num_rows) if i not in result.invalid] if result.invalid else None
+    if valid is None:
+        return StepTokens(
+            rows,
+            result.token_ids[:num_rows],
+            {i: why for i, why in finished.items() if i < num_rows},
+            {i: found for i, found in result.logprobs.items() if i < num_rows},
+        )
+    return StepTokens(
+        rows[valid],
+        result.token_ids[valid],
+        {at: finished[i] for at, i in enumerate(valid) if i in finished},
+        {at: result.logprobs[i] for at, i in enumerate(valid) if i in result.logprobs},
+    )

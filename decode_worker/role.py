@@ -21,7 +21,7 @@ from typing import Protocol
 
 import numpy as np
 
-from kvferry.core.ids import AttemptKey, Incarnation, LeaseId, RequestId
+from kvferry.core.ids import AttemptKey, BlockId, Incarnation, LeaseId, RequestId
 from kvferry.decode_worker.admission import Ledger
 from kvferry.decode_worker.batch import DecodeBatch
 from kvferry.engine.emit import emit_tokens
@@ -116,11 +116,10 @@ class DecodeRole:
             self.end(self.sequences.by_row[int(tokens.rows[i])])
         for first in firsts:
             self._first_token(first)
+        self._fail(self._batch.planned.invalid(result), "its logits are not finite")
 
     def fail_step(self, error: Exception) -> None:
-        for seq in self._batch.planned.seqs:
-            self.end(seq)
-            send_failed(seq.port, seq.key, "internal", str(error))
+        self._fail(self._batch.planned.seqs, str(error))
 
     def end(self, seq: WorkerSequence) -> None:
         match seq.state:
@@ -140,6 +139,11 @@ class DecodeRole:
     def counts(self) -> tuple[int, int, int]:
         running = len(self._batch.running) + len(self._batch.prompts)
         return running, len(self._waiting), self._batch.waiting_tokens
+
+    def _fail(self, seqs: list[WorkerSequence], message: str) -> None:
+        for seq in seqs:
+            self.end(seq)
+            send_failed(seq.port, seq.key, "internal", message)
 
     def _reserve(self, port: RouterPort, reserve: pb.Reserve) -> None:
         key = AttemptKey(port.incarnation, RequestId(reserve.key.request), reserve.key.attempt)
@@ -166,19 +170,20 @@ class DecodeRole:
                 return
             # A local prompt computes its last position here; otherwise all KV may be cached.
             cached = self.sequences.cached_blocks(seq, seq.length - seq.local)
-            if not self._has_room(seq, len(cached)):
+            if not self._has_room(seq, cached):
                 return
             if not self.sequences.hold(seq, cached, reserved=True):
                 return
             self._waiting.popleft()
             self._grant(seq)
 
-    def _has_room(self, seq: WorkerSequence, num_cached: int) -> bool:
+    def _has_room(self, seq: WorkerSequence, cached: list[BlockId]) -> bool:
         table = self.sequences.table
         held = np.fromiter(self.sequences.by_row, np.int64, len(self.sequences.by_row))
         most = min(seq.spec.prompt_len + seq.spec.sampling.max_tokens, table.max_model_len)
-        fresh = self.sequences.blocks_for(seq.length) - num_cached
-        free = self.sequences.pool.num_free
+        fresh = self.sequences.blocks_for(seq.length) - len(cached)
+        # Acquiring cached blocks takes them out of what others could evict.
+        free = self.sequences.pool.num_free - self.sequences.pool.num_free_among(cached)
         growth = self._ledger.growth(table.length[held], table.max_length[held])
         return self._ledger.admits(free, fresh, growth if held.size else None, seq.length, most)
 

@@ -35,6 +35,7 @@ def first_tokens(
             result.logprobs.get(i),
         )
         for i in range(start, len(result.token_ids))
+        if i not in result.invalid
     ]
 
 

@@ -90,6 +90,8 @@ class StepResult:
     """[num_sampled]"""
     logprobs: dict[int, RowLogprobs] = field(default_factory=dict)
     """Row -> log-probabilities, for the rows that asked."""
+    invalid: tuple[int, ...] = ()
+    """Rows whose logits were not finite: their token means nothing, their neighbours' does."""
 
 
 class Runner(Protocol):

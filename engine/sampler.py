@@ -30,24 +30,13 @@ NOISE_AT_ONCE = 65536
 """Ids whose noise is computed at once at most: more would not stay in the processor's cache."""
 
 
-class InvalidLogits(ArithmeticError):
-    """The model gave NaN or infinite logits for some rows.
-
-    ``rows`` are those rows; ``result`` holds the tokens of all others (0 for the invalid ones).
-    """
-
-    def __init__(self, rows: tuple[int, ...], result: StepResult) -> None:
-        super().__init__(f"logits of sampled rows {list(rows)} are not finite")
-        self.rows = rows
-        self.result = result
-
-
 def sample(logits: torch.Tensor, rows: SamplingRows, vocab_size: int) -> StepResult:
     """Draw one token per row of ``logits`` [R, >= vocab_size]; ids from vocab_size on are never
     drawn.
 
     Log-probabilities are those of the model's own distribution over the vocabulary: before edits,
-    temperature and filters. Raises InvalidLogits.
+    temperature and filters. A row with NaN or infinite logits gets token 0 and is listed as
+    invalid; it does not touch the others.
     """
     logits = logits[:, :vocab_size]
     if logits.dtype in (torch.bfloat16, torch.float16):
@@ -65,7 +54,7 @@ def sample(logits: torch.Tensor, rows: SamplingRows, vocab_size: int) -> StepRes
         result.logprobs = _logprobs(raw, wanted, rows, tokens)
     if invalid:
         result.token_ids[list(invalid)] = 0
-        raise InvalidLogits(invalid, result)
+        result.invalid = invalid
     return result
 
 

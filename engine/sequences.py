@@ -209,8 +209,7 @@ class Sequences:
             return
         del self.by_row[seq.row]
         self.table.give_back(seq.row)
-        # Deepest first, so that a chain is given up from its leaf.
-        self.pool.release(seq.blocks[::-1], fence)
+        self.pool.release(seq.blocks, fence)
 
     def renew(self, router: Incarnation, renewal: pb.Renew) -> None:
         """Extend the leases of the attempts that their router still wants."""

@@ -26,6 +26,10 @@ class Step:
         rows: Rows = self.rows[self.plan.sampled]
         return rows
 
+    def invalid(self, result: StepResult) -> list[WorkerSequence]:
+        """The sequences whose logits were not finite."""
+        return [self.seqs[self.plan.sampled[i]] for i in result.invalid]
+
 
 class Stepper:
     """Builds and settles the steps of one worker, one at a time."""
@@ -46,7 +50,10 @@ class Stepper:
         return step
 
     def settle(self, step: Step, result: StepResult) -> dict[int, FinishReason]:
-        """Take in new KV and new tokens. Returns sampled index -> reason for what has ended."""
+        """Take in new KV and new tokens. Returns sampled index -> reason for what has ended.
+
+        Rows whose logits were invalid are the caller's to fail: ``Step.invalid``.
+        """
         sequences, table = self._sequences, self._sequences.table
         context = step.plan.context_lens
         computed = context + step.plan.query_lens

@@ -85,11 +85,10 @@ class PrefillRole:
         for first in self._batch.commit(result):
             report_first_token(first, self.sequences.clock())
             self._hand_over(first)
+        self._fail(self._batch.planned.invalid(result), "its logits are not finite")
 
     def fail_step(self, error: Exception) -> None:
-        for seq in self._batch.planned.seqs:
-            self.end(seq)
-            send_failed(seq.port, seq.key, "internal", str(error))
+        self._fail(self._batch.planned.seqs, str(error))
 
     def end(self, seq: WorkerSequence) -> None:
         if seq.state is State.TRANSFERRING:
@@ -104,6 +103,11 @@ class PrefillRole:
         prompts = self._batch.prompts
         running = sum(seq.state is State.PREFILLING for seq in prompts)
         return running, len(prompts) - running, self._batch.waiting_tokens
+
+    def _fail(self, seqs: list[WorkerSequence], message: str) -> None:
+        for seq in seqs:
+            self.end(seq)
+            send_failed(seq.port, seq.key, "internal", message)
 
     def _take(self, port: RouterPort, key: AttemptKey, prefill: pb.Prefill) -> bool:
         if not self._admission.has_look_ahead(self._batch.waiting_tokens):

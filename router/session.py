@@ -115,7 +115,9 @@ class WorkerSession:
         hello = pb.RouterHello(incarnation=self._context.incarnation, protocol=PROTOCOL)
         self._outbox = asyncio.Queue()
         await stream.write(pb.RouterMessage(hello=hello))
-        first = await asyncio.wait_for(stream.read(), self._context.silence_s)
+        # Not wait_for: before Python 3.12 it can swallow a cancellation.
+        async with asyncio.timeout(self._context.silence_s):
+            first = await stream.read()
         if first is None:
             return
         self._welcome(first)

@@ -20,7 +20,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from kvferry.core.errors import AttemptFailed
+from kvferry.core.errors import AttemptFailed, Unavailable
 from kvferry.core.ids import RequestId
 from kvferry.core.request import GenerateRequest, Timeline, TokenStep
 from kvferry.router.dispatcher import Dispatcher
@@ -58,7 +58,10 @@ class Spine:
                             failures = 0
                             yield step
                     return
-                except AttemptFailed as error:
+                except Unavailable as error:
+                    # Before the first dispatch, "no" is the answer; after it, workers may come back.
+                    if progress.attempt == 1 and not isinstance(error, AttemptFailed):
+                        raise
                     failures += 1
                     log.warning("request %d.%d: %s", progress.number, progress.attempt, error)
                     if failures >= self._max_attempts:

@@ -10,9 +10,8 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvferry.cache.paged import PagedKV
-from kvferry.engine.plan import RowLogprobs
+from kvferry.engine.plan import RowLogprobs, StepResult
 from kvferry.engine.runner import ModelRunner
-from kvferry.engine.sampler import InvalidLogits
 from kvferry.models.decoder import Decoder
 from kvferry.models.spec import parse_spec
 
@@ -80,15 +79,20 @@ class Worker:
 
     def step(self, queries: dict[int, list[int]], contexts: dict[int, int]) -> list[RowLogprobs]:
         """Compute tokens of some sequences; what each samples next."""
+        result = self.execute(queries, contexts)
+        assert not result.invalid
+        logprobs = [result.logprobs[i] for i in range(len(queries))]
+        assert [row.token_id for row in logprobs] == result.token_ids.tolist()
+        return logprobs
+
+    def execute(self, queries: dict[int, list[int]], contexts: dict[int, int]) -> StepResult:
         plan = step_plan(
             list(queries.values()),
             [contexts[seq] for seq in queries],
             [self.table(seq) for seq in queries],
             logprobs=dict.fromkeys(range(len(queries)), 2),
         )
-        result = self.runner.execute(plan)
-        assert [result.logprobs[i].token_id for i in range(len(queries))] == list(result.token_ids)
-        return [result.logprobs[i] for i in range(len(queries))]
+        return self.runner.execute(plan)
 
 
 def check(got: RowLogprobs, decoder: Decoder, tokens: list[int]) -> None:
@@ -166,8 +170,7 @@ def test_only_sampled_rows_get_logits() -> None:
 def test_a_row_with_invalid_logits_is_named() -> None:
     worker = Worker(num_sequences=3)
     worker.decoder.model.embed_tokens.weight[50] = torch.nan
-    with pytest.raises(InvalidLogits) as info:
-        worker.step({0: [1, 2], 1: [50, 3], 2: [4]}, {0: 0, 1: 0, 2: 0})
-    assert info.value.rows == (1,)
+    result = worker.execute({0: [1, 2], 1: [50, 3], 2: [4]}, {0: 0, 1: 0, 2: 0})
+    assert result.invalid == (1,)
     for row, tokens in ((0, [1, 2]), (2, [4])):
-        check(info.value.result.logprobs[row], worker.decoder, tokens)
+        check(result.logprobs[row], worker.decoder, tokens)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from fake_engine_model import EOS, VOCAB_SIZE
+from fake_engine import ByteCodec
 from gates import eventually
 
 from kvferry.cache.block_pool import BlockCounts
@@ -31,6 +32,7 @@ from kvferry.prefill_worker.worker import PrefillWorker
 from kvferry.proto import worker_pb2 as pb
 from kvferry.router.channel import GrpcDial
 from kvferry.router.router import Router, WorkerAddress
+from kvferry.router.server import ApiServer
 from kvferry.router.workers import Role
 
 SECRET = "test-secret"
@@ -67,6 +69,7 @@ def local_config(**sections: dict[str, Any]) -> Config:
         "prefill": {"block_size": 4, "max_batch_tokens": 16},
         "decode": {"block_size": 4},
         "transfer": {"transport": "loopback", "staging": "1MiB", "slab": "256KiB"},
+        "router": {"grpc": "127.0.0.1:0", "http": "127.0.0.1:0"},
         "cluster": {"beat_s": 0.05, "silence_s": 5.0},
     }
     for name, values in sections.items():
@@ -129,13 +132,13 @@ class LocalDial:
     """Addresses are worker ids."""
 
     def __init__(self, workers: dict[str, Worker]) -> None:
-        self._workers = workers
+        self.workers = workers
         self.streams: dict[str, LocalStream] = {}
 
     async def __call__(self, address: str) -> LocalStream:
-        if address not in self._workers:
+        if address not in self.workers:
             raise ConnectionRefusedError(address)
-        self.streams[address] = LocalStream(self._workers[address])
+        self.streams[address] = LocalStream(self.workers[address])
         return self.streams[address]
 
     async def beat(self, beat_s: float) -> None:
@@ -163,6 +166,17 @@ class LocalSystem:
         async with aclosing(self.stream(prompt, **sampling)) as steps:
             return [step async for step in steps]
 
+    @asynccontextmanager
+    async def apis(self) -> AsyncIterator[tuple[str, str]]:
+        """Both APIs in front of the router; yields (gRPC address, HTTP base URL)."""
+        limit = next(iter(self.workers.values())).hello.max_model_len
+        server = ApiServer(self.config, self.router, ByteCodec(), limit)
+        grpc_address, http_address = await server.start()
+        try:
+            yield grpc_address, f"http://{http_address}"
+        finally:
+            await server.stop(5.0)
+
     def stream(self, prompt: list[int], sample_index: int = 0, **sampling: Any) -> Any:
         """The engine's own iterator; leave it early to cancel."""
         values = {"temperature": 0.0, "seed": 0, "max_tokens": 8} | sampling
@@ -184,17 +198,24 @@ class LocalSystem:
 
     async def settled(self) -> None:
         """Wait until no request holds a block, a row or a place in a queue anywhere."""
-        await eventually(lambda: self.held() == 0, what=f"blocks given back: {self.counts()}")
-        for worker in self.workers.values():
-            assert len(worker.role.sequences) == 0
-            assert worker.role.sequences.table.num_free == worker.role.sequences.table.max_rows
+        parts = [worker.role.sequences for worker in self.workers.values()]
+        await eventually(
+            lambda: (
+                self.held() == 0
+                and not any(len(sequences) for sequences in parts)
+                and all(s.table.num_free == s.table.max_rows for s in parts)
+            ),
+            what=f"all given back: {self.counts()}",
+        )
 
 
 @asynccontextmanager
 async def local_system(
     config: Config,
     backend: Callable[[int], Backend] = fake_backend,
-    gate: Gate | None = None,
+    *,
+    prefill_gate: Gate | None = None,
+    decode_gate: Gate | None = None,
     connect: Connect = connect_any,
     grpc: bool = False,
 ) -> AsyncIterator[LocalSystem]:
@@ -203,12 +224,17 @@ async def local_system(
     for number in range(config.prefill.workers):
         name = f"prefill-{number}"
         workers[name] = PrefillWorker(
-            name, config, backend(config.prefill.block_size), SECRET, gate=gate, connect=connect
+            name,
+            config,
+            backend(config.prefill.block_size),
+            SECRET,
+            gate=prefill_gate,
+            connect=connect,
         )
     for number in range(config.decode.workers):
         name = f"{config.decode.role}-{number}"
         workers[name] = DecodeWorker(
-            name, config, backend(config.decode.block_size), SECRET, gate=gate
+            name, config, backend(config.decode.block_size), SECRET, gate=decode_gate
         )
     run = _with_grpc if grpc else _with_threads
     async with run(config, workers) as system:
