@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 32 * 2**20
 HEALTH_BEAT_S = 1.0
+KEEPALIVE_MS = 15_000
 FIELD_METADATA = "kvferry-field"
 SERVICE = kvferry_pb2.DESCRIPTOR.services_by_name["Kvferry"].full_name
 
@@ -156,6 +157,9 @@ def make_grpc_server(
         options=(
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
             ("grpc.so_reuseport", 0),
+            # A client whose host vanished ends as one that hung up.
+            ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+            ("grpc.keepalive_timeout_ms", KEEPALIVE_MS),
         )
     )
     kvferry_pb2_grpc.add_KvferryServicer_to_server(GenerateService(engine, intake, metrics), server)

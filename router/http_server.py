@@ -13,6 +13,7 @@ from starlette.types import ASGIApp
 from kvferry.core.errors import StartupError
 
 BACKLOG = 1024
+KEEPALIVE_S = 15
 
 
 class _Server(uvicorn.Server):
@@ -73,6 +74,10 @@ def _listen(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, kind, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Accepted sockets inherit it: a client whose host vanished ends as one that hung up.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_S)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_S)
         listener.bind(address)
         listener.listen(BACKLOG)
     except OSError:
