@@ -12,9 +12,7 @@ import xxhash
 
 
 def tile_digest(slab_index: int) -> Callable[[int, memoryview], int]:
-    """The digest function of one slab: equal bytes in another tile or another slab have another
-    digest.
-    """
+    """The digest function of one slab: in other places, equal bytes have other digests."""
 
     def digest(tile: int, data: memoryview) -> int:
         value: int = xxhash.xxh3_64_intdigest(data, seed=slab_index << 32 | tile)

@@ -55,8 +55,9 @@ class Wakeup:
 
 
 class FrameSocket:
-    """Frames over one connected socket, which it owns. ``frame_timeout_s``: longest wait inside a
-    frame.
+    """Frames over one connected socket, which it owns.
+
+    ``frame_timeout_s``: longest wait inside a frame.
     """
 
     def __init__(self, sock: socket.socket, frame_timeout_s: float = 5.0) -> None:

@@ -20,9 +20,7 @@ from kvferry.kv_transfer.plan import Span
 
 
 class Reason(StrEnum):
-    """Why a transfer failed, or why a slab or an offer was dropped (the keys of the receiver's
-    counters).
-    """
+    """Why a transfer failed, or why an offer or a slab was dropped and counted."""
 
     ABORTED = "aborted"
     """The peer gave the transfer up."""
@@ -52,9 +50,7 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockTable:
-    """The blocks of a sequence, from its first token, and the generation each had when it was
-    leased.
-    """
+    """The blocks of a sequence from its first token, with their generations when leased."""
 
     block_ids: NDArray[np.int32]
     """[num_blocks]"""
@@ -84,9 +80,7 @@ class SendJob:
     tokens: Span
     blocks: BlockTable
     chain_hash: bytes = b""
-    """Chain hash of the last full block before ``tokens.end``, in the target's block size; empty
-    when unused.
-    """
+    """Chain hash of the last full block before ``tokens.end``, in the target's block size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,8 +99,9 @@ class ReceiveJob:
 
 @dataclass(frozen=True, slots=True)
 class SendDone:
-    """The receiver verified every slab. ``nbytes / busy_s`` is the rate of the packs, resends
-    included in both.
+    """The receiver verified every slab.
+
+    ``nbytes / busy_s`` is the rate of the packs, resends included in both.
     """
 
     key: AttemptKey
@@ -117,6 +112,8 @@ class SendDone:
 
 @dataclass(frozen=True, slots=True)
 class SendFailed:
+    """The attempt is over; nothing of it may be used."""
+
     key: AttemptKey
     reason: Reason
     detail: str = ""
@@ -124,13 +121,16 @@ class SendFailed:
 
 @dataclass(frozen=True, slots=True)
 class SendAborted:
+    """``abort`` came first."""
+
     key: AttemptKey
 
 
 @dataclass(frozen=True, slots=True)
 class ReceiveDone:
-    """All is verified and in the blocks. ``nbytes / busy_s`` is the rate of the scatters, damaged
-    ones included.
+    """All is verified and in the blocks.
+
+    ``nbytes / busy_s`` is the rate of the scatters, damaged ones included.
     """
 
     key: AttemptKey
@@ -142,6 +142,8 @@ class ReceiveDone:
 
 @dataclass(frozen=True, slots=True)
 class ReceiveFailed:
+    """The lease is over; what was scattered is not to be used."""
+
     key: AttemptKey
     lease: LeaseId
     reason: Reason
@@ -150,6 +152,8 @@ class ReceiveFailed:
 
 @dataclass(frozen=True, slots=True)
 class ReceiveClosed:
+    """``release`` came first."""
+
     key: AttemptKey
     lease: LeaseId
 

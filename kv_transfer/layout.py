@@ -9,8 +9,9 @@ from kvferry.core.config import DTYPE_BYTES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvLayout:
-    """Shape and element type of a KV cache. Raises ValueError for numbers below 1 and unknown
-    types.
+    """Shape and element type of a KV cache.
+
+    Raises ValueError for numbers below 1 and unknown types.
     """
 
     num_layers: int

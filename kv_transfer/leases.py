@@ -21,7 +21,6 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum, auto
 
 from kvferry.core.ids import AttemptKey, LeaseId
 from kvferry.kernels.kv_pack.tiles import num_tiles
@@ -36,6 +35,7 @@ from kvferry.kv_transfer.jobs import (
 from kvferry.kv_transfer.layout import KvLayout
 from kvferry.kv_transfer.messages import SlabHeader
 from kvferry.kv_transfer.plan import Coverage, SlabMove
+from kvferry.kv_transfer.verdicts import Answer, Outcome, Verdict
 
 ENDED_KEPT = 4096
 
@@ -55,39 +55,10 @@ class _Lease:
     busy_s: float = 0.0
 
 
-class Answer(Enum):
-    """What to tell the sender."""
-
-    SCATTER = auto()
-    """Nothing yet: the slab is claimed; scatter it, then settle."""
-    ACK = auto()
-    RESEND = auto()
-    COMPLETE = auto()
-    ABORT = auto()
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """The table's decision about an offer or a slab. ``job`` is there when the slab is claimed."""
-
-    answer: Answer
-    reason: Reason | None = None
-    detail: str = ""
-    job: ReceiveJob | None = None
-
-
-class Outcome(Enum):
-    """How a scatter went."""
-
-    VERIFIED = auto()
-    DAMAGED = auto()
-    STALE = auto()
-    BROKEN = auto()
-
-
 class LeaseTable:
-    """All leases of one receiver. Safe to call from any thread; ``on_event`` is called outside the
-    lock.
+    """All leases of one receiver.
+
+    Safe to call from any thread; ``on_event`` is called outside the lock.
     """
 
     def __init__(
@@ -143,8 +114,9 @@ class LeaseTable:
         return True
 
     def expire(self) -> None:
-        """End the leases whose deadline has passed. The receiver's own clock calls this, whatever
-        the traffic.
+        """End the leases whose deadline has passed.
+
+        The receiver's own clock calls this, whatever the traffic.
         """
         with self._changed:
             now = self._clock()

@@ -133,9 +133,7 @@ class TransferTable:
         return event is None
 
     def moved(self, transfer: Transfer, retried: bool = False) -> None:
-        """Something happened to a transfer, or (``retried``) it is sent once more because nothing
-        did.
-        """
+        """A transfer moved, or (``retried``) is sent once more because it does not."""
         transfer.progress_s = self._clock()
         transfer.retried = retried
 

@@ -92,8 +92,9 @@ class KvReceiver:
         self._leases.expire()
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Fail live leases, close all links, join the threads. Raises TimeoutError when one does
-        not end.
+        """Fail live leases, close all links, join the threads.
+
+        Raises TimeoutError when one does not end.
         """
         deadline = time.monotonic() + timeout_s
         self._closing.set()

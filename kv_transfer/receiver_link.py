@@ -13,7 +13,7 @@ from kvferry.core.errors import LinkLost, ProtocolError
 from kvferry.core.ids import AttemptKey, LeaseId
 from kvferry.kv_transfer.handshake import Greeted, LinkOptions
 from kvferry.kv_transfer.jobs import Reason, ReceiveJob
-from kvferry.kv_transfer.leases import Answer, LeaseTable, Outcome, Verdict
+from kvferry.kv_transfer.leases import LeaseTable
 from kvferry.kv_transfer.memory import KvMemory
 from kvferry.kv_transfer.messages import (
     Abort,
@@ -31,6 +31,7 @@ from kvferry.kv_transfer.messages import (
     encode,
 )
 from kvferry.kv_transfer.transport import Channel
+from kvferry.kv_transfer.verdicts import Answer, Outcome, Verdict
 
 
 @dataclass(slots=True)

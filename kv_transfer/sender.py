@@ -69,6 +69,7 @@ class KvSender:
 
     def abort(self, key: AttemptKey) -> None:
         """End a transfer: SendAborted follows, after the pack that runs, unless it has ended.
+
         Idempotent.
         """
         self._table.abort(key)
@@ -78,8 +79,9 @@ class KvSender:
             entry.link.wake()
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Fail live transfers, close all links, join the threads. Raises TimeoutError when one does
-        not end.
+        """Fail live transfers, close all links, join the threads.
+
+        Raises TimeoutError when one does not end.
         """
         deadline = time.monotonic() + timeout_s
         with self._lock:

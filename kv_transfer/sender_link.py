@@ -68,8 +68,9 @@ class SenderLink:
         self.fail_all(Reason.CLOSED)
 
     def _open_and_serve(self) -> None:
-        """One connection, until it is lost or the link stopped. Raises LinkLost, LinkRefused,
-        ProtocolError.
+        """One connection, until it is lost or the link stopped.
+
+        Raises LinkLost, LinkRefused, ProtocolError.
         """
         channel = self._channel = self._connect(self._options.silence_s)
         try:

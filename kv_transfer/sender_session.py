@@ -47,9 +47,7 @@ class SenderSession:
         table: TransferTable,
         options: LinkOptions,
     ) -> None:
-        """``transfers``: by lease, shared with the link, which carries them over to the next
-        session.
-        """
+        """``transfers``: by lease; the link carries them over to the next session."""
         self._channel = channel
         self._staging = greeted.staging
         self._slab_bytes = greeted.slab_bytes

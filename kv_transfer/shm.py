@@ -158,9 +158,7 @@ def connect_shm(endpoint: str, timeout_s: float) -> ShmChannel:
 
 
 def _same_user(sock: socket.socket) -> bool:
-    """Names in the abstract namespace have no file permissions: the kernel's word on the peer
-    stands in.
-    """
+    """Abstract names have no file permissions: the kernel's word on the peer stands in."""
     try:
         packed = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
     except OSError:
@@ -170,9 +168,7 @@ def _same_user(sock: socket.socket) -> bool:
 
 
 def _check_memfd(fd: int, size: int) -> None:
-    """Raises ProtocolError unless the memory has its size for good: reading past an end would kill
-    us.
-    """
+    """Raises ProtocolError unless the size is final: touching past an end would kill us."""
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError:

@@ -13,8 +13,9 @@ from kvferry.kv_transfer.messages import MAX_FRAME
 
 
 class Staging(Protocol):
-    """The slab memory of one link. Never used again for another link, so a peer that writes late
-    harms nobody.
+    """The slab memory of one link.
+
+    Never used again for another link, so a peer that writes late harms nobody.
     """
 
     def slab(self, index: int) -> memoryview:
@@ -82,7 +83,5 @@ class Connect(Protocol):
     """Opens a link to an endpoint."""
 
     def __call__(self, endpoint: str, timeout_s: float) -> Channel:
-        """Raises LinkRefused when nobody listens there, LinkLost when the peer does not answer in
-        time.
-        """
+        """Raises LinkRefused when nobody listens there, LinkLost when there is no answer."""
         ...

@@ -96,8 +96,9 @@ def _part(flat: NDArray[Any], tile: Tile, rows: NDArray[Any]) -> NDArray[Any]:
 
 
 def _check(rows: NDArray[Any], slot_ids: NDArray[np.int64], slab: memoryview) -> int:
-    """Bytes of one token of one row. Raises ValueError unless the slab is as large as the range,
-    IndexError for a slot outside the cache.
+    """Bytes of one token of one row.
+
+    Raises ValueError unless the slab is as large as the range, IndexError for a wrong slot.
     """
     row_token_bytes = rows.shape[2] * rows.shape[3] * rows.itemsize
     expected = len(rows) * len(slot_ids) * row_token_bytes

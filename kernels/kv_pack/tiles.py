@@ -15,9 +15,7 @@ TILE_BYTES = 256 * 1024
 
 
 class Tile(NamedTuple):
-    """Rows [row_begin, row_end) x tokens [token_begin, token_end) of a slab, contiguous at byte
-    ``offset``.
-    """
+    """Rows [row_begin, row_end) x tokens [token_begin, token_end), contiguous at ``offset``."""
 
     row_begin: int
     row_end: int

@@ -21,10 +21,11 @@ from kvferry.kv_transfer.jobs import (
     SendJob,
 )
 from kvferry.kv_transfer.layout import KvLayout
-from kvferry.kv_transfer.leases import ENDED_KEPT, Answer, LeaseTable, Outcome
+from kvferry.kv_transfer.leases import ENDED_KEPT, LeaseTable
 from kvferry.kv_transfer.messages import SlabHeader
 from kvferry.kv_transfer.outgoing import TransferTable
 from kvferry.kv_transfer.plan import Span, plan_slabs
+from kvferry.kv_transfer.verdicts import Answer, Outcome
 
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=1, head_dim=4, block_size=4, dtype="float32")
 TOKENS = Span(3, 11)
