@@ -5,10 +5,18 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 import pytest
+import pytest_asyncio
 from fake_engine import FakeEngine
 from router_under_test import RouterUnderTest, fake_intake, running_router
 
 from kvferry.router.intake import Intake
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def shared_router() -> AsyncIterator[RouterUnderTest]:
+    """One router for all tests of a module, which must run in the module's loop."""
+    async with running_router() as router:
+        yield router
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import pytest
 import pytest_asyncio
 from bad_input import BOTH, CHAT_FIELDS, JSON_COMPLETIONS, MALFORMED, MESSAGES, user
 from fake_engine import ANSWER, MODEL, FakeEngine
-from router_under_test import RouterUnderTest, running_router
+from router_under_test import RouterUnderTest
 
 from kvferry.proto import kvferry_pb2, kvferry_pb2_grpc
 
@@ -24,26 +24,20 @@ from kvferry.proto import kvferry_pb2, kvferry_pb2_grpc
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def router() -> AsyncIterator[RouterUnderTest]:
-    async with running_router() as router:
-        yield router
+@pytest.fixture
+def engine(shared_router: RouterUnderTest) -> FakeEngine:
+    shared_router.engine.reset()
+    return shared_router.engine
 
 
 @pytest.fixture
-def engine(router: RouterUnderTest) -> FakeEngine:
-    router.engine.requests.clear()
-    return router.engine
+def http(shared_router: RouterUnderTest) -> httpx.AsyncClient:
+    return shared_router.http
 
 
 @pytest.fixture
-def http(router: RouterUnderTest) -> httpx.AsyncClient:
-    return router.http
-
-
-@pytest.fixture
-def channel(router: RouterUnderTest) -> grpc.aio.Channel:
-    return router.channel
+def channel(shared_router: RouterUnderTest) -> grpc.aio.Channel:
+    return shared_router.channel
 
 
 async def assert_refused(

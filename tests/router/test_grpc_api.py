@@ -31,6 +31,16 @@ from kvferry.router.grpc_api import make_grpc_server
 from kvferry.router.intake import Intake
 from kvferry.router.metrics import RouterMetrics
 
+# One router meets all tests, one after the other.
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.fixture
+def router(shared_router: RouterUnderTest) -> RouterUnderTest:
+    shared_router.engine.reset()
+    return shared_router
+
+
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -205,7 +215,7 @@ async def test_port_in_use(engine: FakeEngine, intake: Intake) -> None:
     await first.stop(0)
 
 
-def test_both_sides_agree() -> None:
+async def test_both_sides_agree() -> None:
     assert grpc_api.FIELD_METADATA == client_errors.FIELD_METADATA
     message = kvferry_pb2.Timeline.DESCRIPTOR.fields_by_name
     assert [field.name for field in fields(Timeline)] == list(message)

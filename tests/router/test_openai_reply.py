@@ -12,6 +12,16 @@ from router_under_test import RouterUnderTest
 
 from kvferry.core.request import TokenStep
 
+# One router meets all tests, one after the other.
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.fixture
+def router(shared_router: RouterUnderTest) -> RouterUnderTest:
+    shared_router.engine.reset()
+    return shared_router
+
+
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 ENDPOINTS = [("/v1/completions", {"prompt": "Hi"}), ("/v1/chat/completions", CHAT)]
 

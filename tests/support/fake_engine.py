@@ -91,12 +91,18 @@ class FakeEngine:
     """Plays ``script(request, sample_index)`` and keeps count of what runs."""
 
     def __init__(self) -> None:
-        self.script: Callable[[GenerateRequest, int], Script] = default_script
-        self.not_ready = ""
         self.requests: list[GenerateRequest] = []
         self.running = 0
-        self.closed_early = 0
         self._changed = asyncio.Event()
+        self.reset()
+
+    def reset(self) -> None:
+        """As new, for the next test. Nothing may run."""
+        assert self.running == 0
+        self.script: Callable[[GenerateRequest, int], Script] = default_script
+        self.not_ready = ""
+        self.requests.clear()
+        self.closed_early = 0
 
     async def generate(
         self, request: GenerateRequest, sample_index: int, timeline: Timeline
