@@ -35,17 +35,24 @@ class Supervisor:
         restart: Callable[[Supervised], Awaitable[None]],
         moved: Callable[[str, str], None],
         report: Callable[[str], None],
+        first_delay_s: float = FIRST_DELAY_S,
     ) -> None:
         self._workers = workers
         self._restart = restart
         self._moved = moved
         self._report = report
+        self._first_delay_s = first_delay_s
 
     async def run(self) -> None:
         """Raises StartupError when a worker cannot be brought back."""
-        async with asyncio.TaskGroup() as group:
-            for worker in self._workers:
-                group.create_task(self._watch(worker))
+        watches = [asyncio.create_task(self._watch(worker)) for worker in self._workers]
+        try:
+            # Not a TaskGroup: its exception group would hide which error this is.
+            await asyncio.gather(*watches)
+        finally:
+            for watch in watches:
+                watch.cancel()
+            await asyncio.gather(*watches, return_exceptions=True)
 
     async def _watch(self, worker: Supervised) -> None:
         while True:
@@ -57,7 +64,7 @@ class Supervisor:
             self._report(f"{worker.worker_id} is back at {worker.address}")
 
     async def _bring_back(self, worker: Supervised) -> None:
-        delay_s = FIRST_DELAY_S
+        delay_s = self._first_delay_s
         for failures in range(1, MAX_FAILED_RESTARTS + 1):
             try:
                 return await self._restart(worker)

@@ -43,6 +43,8 @@ class WorkerHandle:
                 self._group, placement_group_bundle_index=self._bundle
             ),
         )
+        if self._actor is not None:
+            ray.kill(self._actor)  # its step loop died, its process may not have
         self._actor = remote.remote(self.worker_id, self._config.model_dump(), secret)
         self.address = await answer(
             self._actor.start.remote(str(folder), vocab_size),

@@ -34,9 +34,12 @@ class InvalidRequest(KvferryError):
     """The request is wrong. ``field`` is a path as the client wrote it: ``messages[1].content``."""
 
     def __init__(self, field: str, message: str) -> None:
-        super().__init__(f"{field}: {message}")
+        super().__init__(field, message)  # as args, so that it survives the way between processes
         self.field = field
         self.message = message
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.message}"
 
 
 class UnknownModel(InvalidRequest):
@@ -99,9 +102,12 @@ class ConfigError(StartupError):
     """A configuration value is wrong. ``key`` is its dotted path in the configuration file."""
 
     def __init__(self, key: str, message: str) -> None:
-        super().__init__(f"{key}: {message}")
+        super().__init__(key, message)  # as args, so that it survives the way between processes
         self.key = key
         self.message = message
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.message}"
 
 
 class ModelLoadError(StartupError):

@@ -31,3 +31,14 @@ def test_the_drawing_is_the_tree() -> None:
     }
     real = {n: c.__bases__[0].__name__ for n, c in classes.items() if n != "KvferryError"}
     assert drawn_tree() == real
+
+
+@pytest.mark.parametrize(
+    "error",
+    [InvalidRequest("prompt", "must not be empty"), ConfigError("decode.workers", "too few")],
+    ids=["InvalidRequest", "ConfigError"],
+)
+def test_errors_with_a_field_survive_the_way_between_processes(error: KvferryError) -> None:
+    again = copy.copy(error)  # takes the same road as serialisation
+    assert type(again) is type(error)
+    assert str(again) == str(error) == f"{error.args[0]}: {error.args[1]}"
