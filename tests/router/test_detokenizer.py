@@ -91,6 +91,13 @@ def test_tokens_that_never_make_a_character(ids: list[int]) -> None:
     assert any(pieces[:-1]), "marks are not held back for ever"
 
 
+@pytest.mark.parametrize("before", range(2 * WINDOW_LIMIT))
+def test_a_character_across_the_end_of_a_full_window(before: int) -> None:
+    """Bytes that are no characters fill the window; the emoji after them stays whole."""
+    ids = [*[0x80] * before, *EMOJI.encode()]
+    assert "".join(stream(ByteCodec(), [72], ids)) == MARK * before + EMOJI
+
+
 def test_a_character_comes_once_and_whole() -> None:
     assert stream(ByteCodec(), [72], [*EMOJI.encode(), 33]) == ["", "", "", EMOJI, "!", ""]
 
