@@ -103,15 +103,13 @@ class LeaseTable:
                 event = self._end(lease, ReceiveClosed(lease.job.key, lease_id))
         self._emit(event)
 
-    def fail(self, key: AttemptKey, lease_id: LeaseId, reason: Reason, detail: str) -> bool:
-        """End a lease on the peer's word. False when it is not live or another attempt's."""
+    def fail(self, key: AttemptKey, lease_id: LeaseId, reason: Reason, detail: str) -> None:
+        """End a lease on its sender's word; another attempt's word counts for nothing."""
         with self._changed:
-            lease = self._leases.get(lease_id)
-            if lease is None or lease.job.key != key:
-                return False
-            event = self._end(lease, ReceiveFailed(key, lease_id, reason, detail))
+            lease, event = self._leases.get(lease_id), None
+            if lease is not None and lease.job.key == key:
+                event = self._end(lease, _failed(lease, reason, detail))
         self._emit(event)
-        return True
 
     def expire(self) -> None:
         """End the leases whose deadline has passed.
@@ -266,10 +264,8 @@ class LeaseTable:
 
     def _end(self, lease: _Lease, event: ReceiveEvent) -> ReceiveEvent | None:
         """The one transition into an end state. The event to deliver now, if any."""
-        if lease.ending is not None:
-            return None
         if lease.scattering:
-            lease.ending = event
+            lease.ending = lease.ending or event
             return None
         del self._leases[lease.job.lease]
         self._ended[lease.job.lease] = event

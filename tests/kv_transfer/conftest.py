@@ -97,7 +97,7 @@ class Events:
     def next(self, timeout_s: float = 20.0) -> Any:
         return self._queue.get(timeout=timeout_s)
 
-    def assert_none(self, within_s: float = 0.05) -> None:
+    def assert_none(self, within_s: float = 0.02) -> None:
         with pytest.raises(queue.Empty):
             self._queue.get(timeout=within_s)
 

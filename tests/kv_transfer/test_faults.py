@@ -274,7 +274,7 @@ def test_an_unknown_lease_is_refused(make_pair) -> None:
 
 
 def test_a_second_attempt_on_a_lease_in_use_is_refused(make_pair) -> None:
-    pair = make_pair(wrap=tampered(on(Header, lambda *_: 0)), progress_timeout_s=0.5)
+    pair = make_pair(wrap=tampered(on(Header, lambda *_: 0)), progress_timeout_s=0.2)
     pair.expect()
     pair.send()
     pair.send(attempt=2)

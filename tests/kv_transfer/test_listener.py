@@ -89,7 +89,7 @@ def assert_works(pair: Any) -> None:
 
 @pytest.mark.parametrize("name", BAD_INPUT)
 def test_bad_input_closes_that_connection_alone(make_shm_pair, name: str) -> None:
-    pair = make_shm_pair(silence_s=0.5)
+    pair = make_shm_pair(silence_s=0.3)
     with open_socket(pair.receiver.endpoint) as sock:
         sock.sendall(BAD_INPUT[name])
         assert is_closed_by_peer(sock)
@@ -98,14 +98,14 @@ def test_bad_input_closes_that_connection_alone(make_shm_pair, name: str) -> Non
 
 
 def test_a_stranger_who_says_nothing_is_shown_out(make_shm_pair) -> None:
-    pair = make_shm_pair(silence_s=0.5)
+    pair = make_shm_pair(silence_s=0.3)
     with open_socket(pair.receiver.endpoint) as sock:
         assert is_closed_by_peer(sock)
     assert_works(pair)
 
 
 def test_strangers_at_once_are_bounded_and_do_not_stay(make_shm_pair) -> None:
-    pair = make_shm_pair(silence_s=0.5)
+    pair = make_shm_pair(silence_s=0.3)
     crowd = [open_socket(pair.receiver.endpoint) for _ in range(MAX_STRANGERS + 10)]
     try:
         assert is_closed_by_peer(crowd[-1])
@@ -305,7 +305,7 @@ def test_a_returned_credit_is_granted_again(link: ScriptedLink) -> None:
 
 
 def test_a_peer_that_falls_silent_loses_the_link_and_not_the_lease(make_pair) -> None:
-    pair = make_pair(silence_s=0.5, beat_s=0.1)
+    pair = make_pair(silence_s=0.3, beat_s=0.1)
     pair.expect()
     with open_link(pair) as link:
         link.offer()

@@ -27,7 +27,7 @@ def layouts(draw: st.DrawFn) -> KvLayout:
     )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100)
 @given(layouts(), st.integers(0, 300), st.integers(1, 3000), st.sampled_from([1 << 20, 2 << 20]))
 def test_slabs_partition_the_range_and_are_large(layout, begin, length, slab_bytes) -> None:
     tokens = Span(begin, begin + length)
@@ -73,6 +73,7 @@ def test_a_slab_below_one_token_of_one_layer_is_refused() -> None:
         plan_slabs(LAYOUT, LAYOUT, Span(0, 10), LAYOUT.layer_token_bytes - 1)
 
 
+@settings(max_examples=25)
 @given(st.integers(1, 800), st.randoms(use_true_random=False))
 def test_coverage_is_complete_after_the_last_slab_in_any_order(
     length: int, rng: random.Random
