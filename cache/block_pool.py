@@ -1,4 +1,4 @@
-"""The one class that changes block states (design: section 3).
+"""The one class that changes block states.
 
               reserve              commit               publish (stays IN_USE, findable)
       FREE ───────────▶ RESERVED ───────────▶ IN_USE ──────────────┐
@@ -36,6 +36,9 @@ from kvferry.core.ids import BlockHash, BlockId
 
 class BlockState(Enum):
     """Exactly one per block."""
+
+    # Enum hashes by name, in Python; these are looked up for every block that changes state.
+    __hash__ = object.__hash__
 
     FREE = "free"
     RESERVED = "reserved"

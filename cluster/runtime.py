@@ -82,7 +82,7 @@ def _init(config: Config, clean: str) -> None:
             address=address,
             namespace=NAMESPACE,
             runtime_env={"working_dir": clean},
-            logging_level="warning",
+            logging_level="error",
             **own,
         )
     except (ConnectionError, RayError, RuntimeError, ValueError) as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from kvferry.core.errors import StartupError
 
@@ -26,13 +26,18 @@ class Supervised(Protocol):
         ...
 
 
-class Supervisor:
-    """Watches workers until cancelled. ``restart`` starts a dead one again, raising StartupError."""
+W = TypeVar("W", bound=Supervised)
+
+
+class Supervisor(Generic[W]):
+    """Watches workers until cancelled. ``restart`` starts a dead one again, raising
+    StartupError.
+    """
 
     def __init__(
         self,
-        workers: Sequence[Supervised],
-        restart: Callable[[Supervised], Awaitable[None]],
+        workers: Sequence[W],
+        restart: Callable[[W], Awaitable[None]],
         moved: Callable[[str, str], None],
         report: Callable[[str], None],
         first_delay_s: float = FIRST_DELAY_S,
@@ -54,7 +59,7 @@ class Supervisor:
                 watch.cancel()
             await asyncio.gather(*watches, return_exceptions=True)
 
-    async def _watch(self, worker: Supervised) -> None:
+    async def _watch(self, worker: W) -> None:
         while True:
             reason = await worker.ended()
             self._report(f"{worker.worker_id} died: {reason}; starting it again")
@@ -63,7 +68,7 @@ class Supervisor:
             self._moved(old_address, worker.address)
             self._report(f"{worker.worker_id} is back at {worker.address}")
 
-    async def _bring_back(self, worker: Supervised) -> None:
+    async def _bring_back(self, worker: W) -> None:
         delay_s = self._first_delay_s
         for failures in range(1, MAX_FAILED_RESTARTS + 1):
             try:

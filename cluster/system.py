@@ -2,7 +2,8 @@
 
     model ─▶ APIs (live, not ready) ─▶ Ray ─▶ workers, side by side ─▶ sessions ─▶ ready
 
-Leaving the context undoes it backwards: drain the APIs, close the sessions, stop the workers, stop Ray.
+Leaving the context undoes it backwards: drain the APIs, close the sessions, stop the workers, stop
+Ray.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ from kvferry.router.workers import Role
 
 
 class System:
-    """Router, prefill pool and decode pool. ``report`` is told each stage of start-up and repair."""
+    """Router, prefill pool and decode pool. ``report`` is told each stage of start-up and
+    repair.
+    """
 
     def __init__(self, config: Config, report: Callable[[str], None]) -> None:
         self.grpc_address = ""
@@ -82,7 +85,8 @@ class System:
         stack.push_async_callback(self._stop_all, workers)
         self._report(f"loading {config.model.name} on {', '.join(w.worker_id for w in workers)}")
         await self._start_all(workers)
-        # Again, and left before the workers are: requests under way may finish, sessions end in peace.
+        # Again, and left before the workers are: requests under way may finish, sessions end in
+        # peace.
         stack.push_async_callback(router.close)
         stack.push_async_callback(apis.stop, config.cluster.stop_timeout_s)
         self._report("connecting")

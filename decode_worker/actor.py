@@ -1,4 +1,6 @@
-"""The decode worker as a Ray actor. Ray starts, watches and stops it; no token passes through Ray."""
+"""The decode worker as a Ray actor. Ray starts, watches and stops it; no token passes through
+Ray.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.core.config import parse_config
-from kvferry.engine.loading import load_backend
 from kvferry.decode_worker.worker import DecodeWorker
+from kvferry.engine.loading import load_backend
 
 
 class DecodeActor:
@@ -23,7 +25,9 @@ class DecodeActor:
         self._worker: DecodeWorker | None = None
 
     async def start(self, folder: str, vocab_size: int) -> str:
-        """Load the model and listen. Returns the session address, HOST:PORT. Raises StartupError."""
+        """Load the model and listen. Returns the session address, HOST:PORT. Raises
+        StartupError.
+        """
         config = self._config
         backend = await asyncio.to_thread(
             load_backend, Path(folder), vocab_size, config.model, config.decode, "decode"

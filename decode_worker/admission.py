@@ -1,8 +1,8 @@
 """The ledger: whether a sequence may come in now. Pure.
 
-It counts what runs, what is reserved or in flight, and what sequences will grow by next. Blocks that run,
-are reserved or in flight are out of the pool already, so the pool's free count less the growth to come is
-what a newcomer may take.
+It counts what runs, what is reserved or in flight, and what sequences will grow by next. Blocks
+that run, are reserved or in flight are out of the pool already, so the pool's free count less the
+growth to come is what a newcomer may take.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The sequences that a decode worker computes: one token of each per step, and chunks of local prompts."""
+"""The sequences that a decode worker computes: one token of each per step, and chunks of local
+prompts.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import numpy as np
 
 from kvferry.core.request import FinishReason
 from kvferry.decode_worker.scheduler import share_budget
@@ -12,7 +12,7 @@ from kvferry.engine.first_token import FirstToken, first_tokens
 from kvferry.engine.plan import Int64, RowLogprobs, StepPlan, StepResult
 from kvferry.engine.ports import Gate
 from kvferry.engine.sequences import Sequences, State, WorkerSequence
-from kvferry.engine.steps import Step, Stepper
+from kvferry.engine.steps import Step, Stepper, rows_of
 from kvferry.engine.table import Rows
 
 
@@ -60,11 +60,10 @@ class DecodeBatch:
         """
         if not self.running:
             return []
-        rows = np.fromiter((seq.row for seq in self.running), np.int64, len(self.running))
-        for row in self._sequences.table.lacking_block(rows).tolist():
-            if not self._sequences.grow(self._sequences.by_row[row]):
-                return [max([*self.running, *self.prompts], key=lambda seq: seq.arrived_s)]
-        return []
+        lacking = self._sequences.table.lacking_block(rows_of(self.running)).tolist()
+        if not lacking or self._sequences.grow(lacking):
+            return []
+        return [max([*self.running, *self.prompts], key=lambda seq: seq.arrived_s)]
 
     def plan(self) -> StepPlan | None:
         decoding, prompts = self.running, self.prompts
@@ -86,7 +85,9 @@ class DecodeBatch:
         return self._step.plan
 
     def commit(self, result: StepResult) -> tuple[StepTokens, list[FirstToken]]:
-        """Local prompts whose last chunk this was leave the batch; they may come back as running."""
+        """Local prompts whose last chunk this was leave the batch; they may come back as
+        running.
+        """
         step, split = self.planned, self._num_decoding
         finished = self._stepper.settle(step, result)
         tokens = _tokens(step.rows[:split], result, finished)

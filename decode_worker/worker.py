@@ -26,7 +26,9 @@ from kvferry.proto.session import PROTOCOL
 
 
 class DecodeWorker:
-    """Built with everything it needs; ``start`` opens its threads and ports, ``stop`` closes them."""
+    """Built with everything it needs; ``start`` opens its threads and ports, ``stop`` closes
+    them.
+    """
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """What follows a step: new tokens into the table, stop rules, and edits for the next sampling.
 
-Stop rules are the same for the first token, sampled where the prompt was computed, and for every later one:
-end-of-sequence and stop token ids once min_tokens are out, max_tokens and the context limit always.
-Stop strings need text and are the router's.
+Stop rules are the same for the first token, sampled where the prompt was computed, and for every
+later one: end-of-sequence and stop token ids once min_tokens are out, max_tokens and the context
+limit always. Stop strings need text and are the router's.
 """
 
 from __future__ import annotations
@@ -26,14 +26,17 @@ class StopRules:
     def finished(
         self, rows: Rows, token_ids: Int64, by_row: dict[int, WorkerSequence]
     ) -> dict[int, FinishReason]:
-        """Index into ``rows`` -> reason, for the rows whose newest token, already appended, ends them."""
+        """Index into ``rows`` -> reason, for the rows whose newest token, already appended,
+        ends them.
+        """
         table = self._table
         length = table.length[rows]
-        may_stop = length >= table.min_length[rows]
-        stopped = np.isin(token_ids, self._eos) & table.obeys_eos[rows] & may_stop
-        for i in np.flatnonzero(table.special[rows] & may_stop):
+        stopped = np.isin(token_ids, self._eos) & table.obeys_eos[rows]
+        stopped |= (table.stop_ids[rows] == token_ids[:, None]).any(axis=1)
+        for i in np.flatnonzero(table.more_stop_ids[rows]):
             if int(token_ids[i]) in by_row[int(rows[i])].spec.sampling.stop_token_ids:
                 stopped[i] = True
+        stopped &= length >= table.min_length[rows]
         full = length >= table.max_length[rows]
         done = {int(i): FinishReason.LENGTH for i in np.flatnonzero(full)}
         return done | {int(i): FinishReason.STOP for i in np.flatnonzero(stopped)}
@@ -41,8 +44,10 @@ class StopRules:
     def add_edits(
         self, sampling: SamplingRows, rows: Rows, by_row: dict[int, WorkerSequence]
     ) -> None:
-        """Fill in what only special rows need. ``rows`` are the sampled rows, in order."""
-        for i in np.flatnonzero(self._table.special[rows]):
+        """Fill in what only some rows need. ``rows`` are the sampled rows, in order."""
+        table = self._table
+        before_min = table.length[rows] < table.min_length[rows]
+        for i in np.flatnonzero(table.edited[rows] | before_min):
             row = int(rows[i])
             wanted = by_row[row].spec.sampling
             if wanted.HasField("logprobs"):

@@ -21,7 +21,9 @@ def emit_tokens(
     finished: dict[int, FinishReason],
     logprobs: dict[int, RowLogprobs],
 ) -> None:
-    """Send each router its part of a step. ``finished`` and ``logprobs`` are keyed by index into ``rows``."""
+    """Send each router its part of a step. ``finished`` and ``logprobs`` are keyed by index
+    into ``rows``.
+    """
     routers = table.router[rows]
     for incarnation, port in ports.items():
         mine = np.flatnonzero(routers == incarnation)

@@ -1,4 +1,6 @@
-"""The token that ends a prompt's last chunk, and how it is told to the router. Same for both roles."""
+"""The token that ends a prompt's last chunk, and how it is told to the router. Same for both
+roles.
+"""
 
 from __future__ import annotations
 

@@ -2,8 +2,9 @@
 
     events in ─▶ clock ─▶ plan ─▶ runner.execute ─▶ commit ─▶ messages out
 
-Sessions, transfers and callers on other threads only ``post`` events. What differs between the roles is
-behind ``Role``; what is the same for both - sessions, leases, deadlines, cancels, cache deltas - is here.
+Sessions, transfers and callers on other threads only ``post`` events. What differs between the
+roles is behind ``Role``; what is the same for both - sessions, leases, deadlines, cancels, cache
+deltas - is here.
 """
 
 from __future__ import annotations
@@ -170,7 +171,9 @@ class StepLoop:
                 self.role.end(seq)
 
     def _expire(self) -> None:
-        """Runs on every turn, whether or not anything else does: a full worker must be able to heal."""
+        """Runs on every turn, whether or not anything else does: a full worker must be able to
+        heal.
+        """
         for seq in self.role.sequences.expired():
             self.role.end(seq)
             send_failed(seq.port, seq.key, "deadline", "lease or deadline ended")

@@ -1,8 +1,8 @@
 """What a worker has to say to one router, between the step loop's thread and the session's writer.
 
-Tokens and replies leave before load, load before cache deltas. Tokens that have not left yet are merged with
-those of the next step. The box is bounded: a router that does not keep up loses its session, and no router
-can hold up the step loop.
+Tokens and replies leave before load, load before cache deltas. Tokens that have not left yet are
+merged with those of the next step. The box is bounded: a router that does not keep up loses its
+session, and no router can hold up the step loop.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ MAX_MERGED_TOKENS = 16384
 
 
 class Outbox:
-    """A RouterPort. ``notify`` is called, on the sender's thread, when the box stops being empty."""
+    """A RouterPort. ``notify`` is called, on the sender's thread, when the box stops being
+    empty.
+    """
 
     def __init__(self, incarnation: Incarnation, notify: Callable[[], None]) -> None:
         self._incarnation = incarnation

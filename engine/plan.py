@@ -1,7 +1,8 @@
-"""One step, one representation: a ragged batch (design: section 5).
+"""One step, one representation: a ragged batch.
 
-Each sequence contributes ``query_len >= 1`` tokens after ``context_len`` tokens that are already in the paged
-cache. Chunked prefill and decode are the same batch. Plain numpy: planning never touches torch.
+Each sequence contributes ``query_len >= 1`` tokens after ``context_len`` tokens that are already in
+the paged cache. Chunked prefill and decode are the same batch. Plain numpy: planning never touches
+torch.
 """
 
 from __future__ import annotations

@@ -26,7 +26,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step and wait for its tokens. The KV of all rows is written, whatever their logits."""
+        """Run one step and wait for its tokens. The KV of all rows is written, whatever their
+        logits.
+        """
         tensors = StepTensors.build(plan, self._kv.block_size, self._device)
         attend = PagedAttention(self._kv, tensors)
         hidden = self._decoder(tensors.token_ids, tensors.positions, attend)

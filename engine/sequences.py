@@ -1,4 +1,5 @@
-"""Sequences on a worker: their states, their blocks, and the one place where both are taken and given back.
+"""Sequences on a worker: their states, their blocks, and the one place where both are taken and
+given back.
 
     prefill worker      WAITING ─▶ PREFILLING ─▶ TRANSFERRING ─▶ CLOSED
     decode worker       WAITING ─▶ RESERVED ─▶ DECODING ─▶ CLOSED
@@ -20,6 +21,9 @@ from kvferry.core.ids import AttemptKey, BlockHash, BlockId, Incarnation, LeaseI
 from kvferry.engine.ports import RouterPort
 from kvferry.engine.table import SequenceTable
 from kvferry.proto import worker_pb2 as pb
+
+
+NO_LEASE = LeaseId(0)
 
 
 class State(StrEnum):
@@ -63,7 +67,7 @@ class WorkerSequence:
     hashes: list[BlockHash]
     """Chain of the full blocks known so far."""
     state: State = State.WAITING
-    lease: LeaseId = LeaseId(0)
+    lease: LeaseId = NO_LEASE
     row: int = -1
     """In the table, once it has blocks."""
     blocks: list[BlockId] = field(default_factory=list)
@@ -123,7 +127,9 @@ class Sequences:
         return seq if seq is not None and seq.key.attempt == key.attempt else None
 
     def supersede(self, key: AttemptKey, end: Callable[[WorkerSequence], None]) -> bool:
-        """Make way: ``end`` an earlier attempt of the same request. False: ``key`` is the stale one."""
+        """Make way: ``end`` an earlier attempt of the same request. False: ``key`` is the stale
+        one.
+        """
         seq = self._live.get((key.router, key.request))
         if seq is None:
             return True
@@ -157,7 +163,8 @@ class Sequences:
     def hold(self, seq: WorkerSequence, cached: Sequence[BlockId], *, reserved: bool) -> bool:
         """Give ``seq`` a row, the cached blocks and fresh ones for all its tokens; all or nothing.
 
-        ``reserved``: the fresh blocks stay RESERVED, for KV that arrives from outside; else they are IN_USE.
+        ``reserved``: the fresh blocks stay RESERVED, for KV that arrives from outside; else they
+        are IN_USE.
         """
         if self.table.num_free == 0:
             return False
@@ -180,13 +187,14 @@ class Sequences:
         """All KV of a reserved sequence is here and verified, or will be computed here."""
         self.pool.commit(seq.blocks[seq.published :])
 
-    def grow(self, seq: WorkerSequence) -> bool:
-        """One more block for the next token; False when none is to be had."""
-        fresh = self.pool.allocate(1)
+    def grow(self, rows: Sequence[int]) -> bool:
+        """One more block for the next token of each row, or none at all and False."""
+        fresh = self.pool.allocate(len(rows))
         if fresh is None:
             return False
-        seq.blocks.append(fresh[0])
-        self.table.add_block(seq.row, fresh[0])
+        for row, block in zip(rows, fresh, strict=True):
+            self.by_row[row].blocks.append(block)
+            self.table.add_block(row, block)
         return True
 
     def publish(self, seq: WorkerSequence, num_tokens: int) -> None:
@@ -201,7 +209,9 @@ class Sequences:
             seq.published = index + 1
 
     def close(self, seq: WorkerSequence, fence: AttemptKey | None = None) -> None:
-        """End ``seq`` and give back its row and blocks; under ``fence``, only when that is lifted."""
+        """End ``seq`` and give back its row and blocks; under ``fence``, only when that is
+        lifted.
+        """
         seq.enter(State.CLOSED)
         if self._live.get((seq.key.router, seq.key.request)) is seq:
             del self._live[seq.key.router, seq.key.request]

@@ -1,8 +1,9 @@
 """The worker's end of the session: one bidirectional stream per router.
 
-The reader only posts what arrives to the step loop, so no client can stop it; the writer only drains the outbox.
-A session ends when its stream ends, when nothing was heard for ``silence_s``, or when the router lags
-beyond the outbox's bound; with it end all sequences of that router on this worker.
+The reader only posts what arrives to the step loop, so no client can stop it; the writer only
+drains the outbox. A session ends when its stream ends, when nothing was heard for ``silence_s``, or
+when the router lags beyond the outbox's bound; with it end all sequences of that router on this
+worker.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import hmac
 import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import grpc
 
@@ -21,12 +23,12 @@ from kvferry.engine.loop import StepLoop
 from kvferry.engine.outbox import Outbox
 from kvferry.engine.ports import FromRouter, SessionClosed, SessionOpened
 from kvferry.proto import worker_pb2 as pb
-from kvferry.proto.session import MAX_MESSAGE_BYTES, PROTOCOL, SECRET_KEY
 from kvferry.proto import worker_pb2_grpc
+from kvferry.proto.session import MAX_MESSAGE_BYTES, PROTOCOL, SECRET_KEY
 
 log = logging.getLogger(__name__)
 
-RouterStream = grpc.aio.ServicerContext[pb.RouterMessage, pb.WorkerMessage]
+RouterStream: TypeAlias = grpc.aio.ServicerContext  # of RouterMessage, WorkerMessage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,14 +70,14 @@ class SessionServer(worker_pb2_grpc.WorkerServicer):
         self, request_iterator: AsyncIterator[pb.RouterMessage], context: RouterStream
     ) -> AsyncIterator[pb.WorkerMessage]:
         await self._authenticate(context)
-        hello = await self._read(request_iterator)
-        if hello is None or hello.WhichOneof("kind") != "hello":
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "a hello must come first")
-        if hello.hello.protocol != PROTOCOL:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"protocol must be {PROTOCOL}")
+        first = await self._read(request_iterator)
+        hello = first.hello if first is not None else pb.RouterHello()
+        if hello.protocol != PROTOCOL:
+            reason = f"a hello in protocol {PROTOCOL} must come first"
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, reason)
         yield pb.WorkerMessage(hello=self._hello)
         waker = _Waker()
-        outbox = Outbox(Incarnation(hello.hello.incarnation), waker.wake)
+        outbox = Outbox(Incarnation(hello.incarnation), waker.wake)
         self._loop.post(SessionOpened(outbox))
         reader = asyncio.create_task(self._post_all(request_iterator, outbox, waker))
         try:

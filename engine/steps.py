@@ -1,8 +1,12 @@
-"""From sequences to a step plan, and from a step result back into the sequences. Same for both roles."""
+"""From sequences to a step plan, and from a step result back into the sequences. Same for both
+roles.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 
@@ -31,6 +35,14 @@ class Step:
         return [self.seqs[self.plan.sampled[i]] for i in result.invalid]
 
 
+_row = attrgetter("row")
+
+
+def rows_of(seqs: Sequence[WorkerSequence]) -> Rows:
+    """Their table rows, in order."""
+    return np.fromiter(map(_row, seqs), np.int64, len(seqs))
+
+
 class Stepper:
     """Builds and settles the steps of one worker, one at a time."""
 
@@ -42,7 +54,7 @@ class Stepper:
     def build(self, seqs: list[WorkerSequence], counts: list[int]) -> Step:
         """The step in which ``seqs[i]`` computes its next ``counts[i]`` tokens."""
         self._number += 1
-        rows = np.fromiter((seq.row for seq in seqs), np.int64, len(seqs))
+        rows = rows_of(seqs)
         table = self._sequences.table
         plan = build_plan(table, self._number, rows, np.asarray(counts, np.int32))
         step = Step(seqs, rows, plan)

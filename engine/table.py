@@ -17,6 +17,9 @@ from kvferry.proto import worker_pb2 as pb
 
 Rows = NDArray[np.int64]
 
+STOP_IDS_IN_TABLE = 4
+"""Few requests have more stop token ids; for those the rules ask the request itself."""
+
 
 class SequenceTable:
     """Rows for at most ``max_rows`` sequences of at most ``max_model_len`` tokens."""
@@ -37,8 +40,12 @@ class SequenceTable:
         self.max_length: Int64 = np.zeros(max_rows, np.int64)
         self.min_length: Int64 = np.zeros(max_rows, np.int64)
         self.obeys_eos = np.zeros(max_rows, np.bool_)
-        self.special = np.zeros(max_rows, np.bool_)
-        """Rows that need more than arrays say: logit edits, stop token ids, log-probabilities."""
+        self.stop_ids: Int32 = np.full((max_rows, STOP_IDS_IN_TABLE), -1, np.int32)
+        """The first stop token ids of each row; -1 where it has fewer."""
+        self.more_stop_ids = np.zeros(max_rows, np.bool_)
+        """Rows with more stop token ids than the table holds."""
+        self.edited = np.zeros(max_rows, np.bool_)
+        """Rows whose every sampling needs more than arrays say: logit edits, log-probabilities."""
         self.temperature = np.zeros(max_rows, np.float32)
         self.top_k: Int32 = np.zeros(max_rows, np.int32)
         self.top_p = np.zeros(max_rows, np.float32)
@@ -68,7 +75,11 @@ class SequenceTable:
         self.max_length[row] = min(spec.prompt_len + sampling.max_tokens, self.max_model_len)
         self.min_length[row] = spec.prompt_len + sampling.min_tokens
         self.obeys_eos[row] = not sampling.ignore_eos
-        self.special[row] = _is_special(sampling)
+        stop_ids = sampling.stop_token_ids[:STOP_IDS_IN_TABLE]
+        self.stop_ids[row] = -1
+        self.stop_ids[row, : len(stop_ids)] = stop_ids
+        self.more_stop_ids[row] = len(sampling.stop_token_ids) > STOP_IDS_IN_TABLE
+        self.edited[row] = _is_edited(sampling)
         self.temperature[row] = sampling.temperature
         self.top_k[row] = sampling.top_k
         self.top_p[row] = sampling.top_p
@@ -147,13 +158,11 @@ def _sampling_rows(table: SequenceTable, rows: Rows) -> SamplingRows:
     )
 
 
-def _is_special(sampling: pb.Sampling) -> bool:
+def _is_edited(sampling: pb.Sampling) -> bool:
     return bool(
         sampling.presence_penalty
         or sampling.frequency_penalty
         or sampling.repetition_penalty != 1.0
         or sampling.logit_bias
-        or sampling.min_tokens
-        or sampling.stop_token_ids
         or sampling.HasField("logprobs")
     )

@@ -138,6 +138,7 @@ class ReceiveDone:
     nbytes: int
     busy_s: float
     wall_s: float
+    """From the first offer to the last scatter."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,8 +44,9 @@ ENDED_KEPT = 4096
 class _Lease:
     job: ReceiveJob
     coverage: Coverage
-    started_s: float
     deadline_s: float
+    offered_s: float | None = None
+    """When its sender first stood ready; what came before is the prompt's computation."""
     scattering: bool = False
     ending: ReceiveEvent | None = None
     """Decided, but held back while a scatter runs."""
@@ -83,7 +84,7 @@ class LeaseTable:
                 raise ValueError(f"lease {job.lease} is live")
             self._ended.pop(job.lease, None)
             coverage = Coverage(self._layout, job.tokens)
-            lease = _Lease(job, coverage, self._clock(), job.deadline_s)
+            lease = _Lease(job, coverage, job.deadline_s)
             self._leases[job.lease] = lease
             event = self._end_if_complete(lease)
         self._emit(event)
@@ -142,6 +143,7 @@ class LeaseTable:
             lease = self._leases[lease_id]
             expected = lease.coverage.expected_nbytes
             if nbytes is None or nbytes == expected:
+                lease.offered_s = lease.offered_s or self._clock()
                 return Verdict(Answer.ACK)
             fault = f"{nbytes} bytes offered, {expected} expected"
             event = self._end(lease, _failed(lease, Reason.MISMATCH, fault))
@@ -258,7 +260,8 @@ class LeaseTable:
     def _end_if_complete(self, lease: _Lease) -> ReceiveEvent | None:
         if not lease.coverage.complete:
             return None
-        wall_s = self._clock() - lease.started_s
+        now = self._clock()
+        wall_s = now - (lease.offered_s or now)
         job = lease.job
         return self._end(lease, ReceiveDone(job.key, job.lease, lease.nbytes, lease.busy_s, wall_s))
 

@@ -1,4 +1,6 @@
-"""The prefill worker as a Ray actor. Ray starts, watches and stops it; no token passes through Ray."""
+"""The prefill worker as a Ray actor. Ray starts, watches and stops it; no token passes through
+Ray.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ class PrefillActor:
         self._worker: PrefillWorker | None = None
 
     async def start(self, folder: str, vocab_size: int) -> str:
-        """Load the model and listen. Returns the session address, HOST:PORT. Raises StartupError."""
+        """Load the model and listen. Returns the session address, HOST:PORT. Raises
+        StartupError.
+        """
         config = self._config
         backend = await asyncio.to_thread(
             load_backend, Path(folder), vocab_size, config.model, config.prefill, "prefill"

@@ -1,7 +1,8 @@
 """Whether a prompt may come in now. Pure.
 
-A prompt is taken only with all its blocks, and with less than one full step of work before it: whatever waits
-longer waits in the router's queue, where another worker can still take it (design: section 2).
+A prompt is taken only with all its blocks, and with less than one full step of work before it:
+whatever waits longer waits in the router's queue, where another worker can still take it (design:
+section 2).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The prefill role.
 
-    Prefill ─▶ WAITING ──first chunk─▶ PREFILLING ──first token─▶ TRANSFERRING ──acknowledged─▶ CLOSED
+    Prefill ─▶ WAITING ─first chunk─▶ PREFILLING ─first token─▶ TRANSFERRING ─acknowledged─▶ CLOSED
 
 1. A prompt is taken with all its blocks, behind whatever prefix is cached, or answered Busy.
 2. Its uncached tokens are computed in chunks; each block is findable as soon as it is full.

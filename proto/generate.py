@@ -1,7 +1,7 @@
 """Regenerate the stubs beside the .proto files: ``python proto/generate.py [OUTPUT_FOLDER]``.
 
-protoc writes below the virtual folder kvferry/proto so that the stubs import each other by their real names;
-the files are then moved to OUTPUT_FOLDER (default: this folder).
+protoc writes below the virtual folder kvferry/proto so that the stubs import each other by their
+real names; the files are then moved to OUTPUT_FOLDER (default: this folder).
 """
 
 from __future__ import annotations

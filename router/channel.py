@@ -7,8 +7,8 @@ import asyncio
 import grpc
 
 from kvferry.proto import worker_pb2 as pb
-from kvferry.proto.session import MAX_MESSAGE_BYTES, SECRET_KEY
 from kvferry.proto import worker_pb2_grpc
+from kvferry.proto.session import MAX_MESSAGE_BYTES, SECRET_KEY
 
 
 class GrpcStream:

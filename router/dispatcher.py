@@ -1,7 +1,7 @@
 """The router's queue: requests wait here, in order, until a pair of workers has room for the first.
 
-Work is dispatched just in time: a worker is offered only while it would start soon, so that what waits can still go
-elsewhere. The queue moves whenever a worker's state, load or count changes.
+Work is dispatched just in time: a worker is offered only while it would start soon, so that what
+waits can still go elsewhere. The queue moves whenever a worker's state, load or count changes.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ class Dispatcher:
         return ""
 
     async def choose(self, progress: Progress, timeline: Timeline) -> Pair:
-        """Wait for a pair. Raises Overloaded when the queue is full, Unavailable when none can come."""
+        """Wait for a pair. Raises Overloaded when the queue is full, Unavailable when none can
+        come.
+        """
         self._refuse_when_hopeless()
         if len(self._queue) >= self._queue_limit:
             raise Overloaded(f"{self._queue_limit} requests are waiting already")

@@ -1,8 +1,8 @@
 """Which worker holds which blocks: a flat map from block hash to a set of workers.
 
-Chained hashes make a tree unnecessary: a request's own chain is the path, so a lookup walks its hashes until no
-worker is left. Sets of workers are bit masks. What a worker holds is a prefix of any chain, as eviction is
-leaf first (design: section 3).
+Chained hashes make a tree unnecessary: a request's own chain is the path, so a lookup walks its
+hashes until no worker is left. Sets of workers are bit masks. What a worker holds is a prefix of
+any chain, as eviction is leaf first.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """What the workers tell about one attempt, in order of arrival.
 
-One mailbox is registered with both sessions of a pair, so that trouble on either side is heard whichever
-side is being waited for. It is bounded by what a request can produce: a few replies and max_tokens tokens.
+One mailbox is registered with both sessions of a pair, so that trouble on either side is heard
+whichever side is being waited for. It is bounded by what a request can produce: a few replies and
+max_tokens tokens.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class Mailbox:
         self._items.put_nowait(item)
 
     async def next(self) -> pb.WorkerMessage | TokenStep:
-        """The next reply or tokens. Raises AttemptFailed, or InvalidRequest, when the attempt is over."""
+        """The next reply or tokens. Raises AttemptFailed, or InvalidRequest, when the attempt
+        is over.
+        """
         item = await self._items.get()
         if isinstance(item, TokenStep):
             return item

@@ -1,4 +1,6 @@
-"""Where a request goes: which prefill worker computes its prompt, which decode worker its tokens. Pure."""
+"""Where a request goes: which prefill worker computes its prompt, which decode worker its
+tokens. Pure.
+"""
 
 from __future__ import annotations
 

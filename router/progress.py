@@ -1,7 +1,7 @@
 """A request on its way: its prompt, what was emitted, and what is left to do.
 
-A new attempt starts from prompt + emitted tokens and keeps the boundary between them, so that positions, noise,
-penalties, min_tokens and max_tokens go on as if nothing had happened.
+A new attempt starts from prompt + emitted tokens and keeps the boundary between them, so that
+positions, noise, penalties, min_tokens and max_tokens go on as if nothing had happened.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ class Progress:
         self.attempt = 0
         self.tokens = list(request.prompt_token_ids)
         self._request = request
+        assert request.sampling.max_tokens is not None, "intake fills in max_tokens"
+        self._max_tokens = request.sampling.max_tokens
         self._sample_index = sample_index
         self._prompt_len = len(self.tokens)
         self._deadline = time.monotonic() + (request.deadline_s or float("inf"))
@@ -30,9 +32,7 @@ class Progress:
     @property
     def last_token_next(self) -> bool:
         """Whether the next token is the last one that may follow."""
-        sampling = self._request.sampling
-        assert sampling.max_tokens is not None, "intake fills in max_tokens"
-        return self._prompt_len + sampling.max_tokens - len(self.tokens) <= 1
+        return self._prompt_len + self._max_tokens - len(self.tokens) <= 1
 
     def add(self, step: TokenStep) -> None:
         self.tokens.extend(step.token_ids)
@@ -55,7 +55,7 @@ class Progress:
             prompt_len=self._prompt_len,
             deadline_s=self._deadline - time.monotonic(),
             sampling=pb.Sampling(
-                max_tokens=sampling.max_tokens,
+                max_tokens=self._max_tokens,
                 min_tokens=sampling.min_tokens,
                 temperature=sampling.temperature,
                 top_k=sampling.top_k,

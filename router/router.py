@@ -1,4 +1,6 @@
-"""The router without its APIs: sessions to workers, the spine, and what there is to say about both."""
+"""The router without its APIs: sessions to workers, the spine, and what there is to say about
+both.
+"""
 
 from __future__ import annotations
 
@@ -114,7 +116,9 @@ class Router:
         self._state_changed.set()
 
     def _refusal(self, view: WorkerView) -> str:
-        """Whether a worker's hello fits: the same model, hash scheme and KV flavour as all others."""
+        """Whether a worker's hello fits: the same model, hash scheme and KV flavour as all
+        others.
+        """
         hello = view.hello
         if hello.role != view.role:
             return f"it is a {hello.role} worker, {view.role} was expected"

@@ -1,8 +1,8 @@
 """The router's end of the session with one worker, kept up for as long as the router lives.
 
-It reads everything the worker says and sorts it: replies and tokens into the mailboxes of the requests they belong
-to, cache events into the prefix index, load into the worker's view. When the session ends, every mailbox hears of
-it, the index forgets the worker, and a new session is tried.
+It reads everything the worker says and sorts it: replies and tokens into the mailboxes of the
+requests they belong to, cache events into the prefix index, load into the worker's view. When the
+session ends, every mailbox hears of it, the index forgets the worker, and a new session is tried.
 """
 
 from __future__ import annotations

@@ -7,8 +7,9 @@
     DECODING      first token, and after   the other tokens, from the decode side
     FINISHED      leaving the pair         by end, cancel or error: both sides are released
 
-``generate`` runs this as often as it takes: an attempt that fails - worker lost, preempted, transfer failed - is
-followed by another that starts from prompt + emitted tokens, so that the client sees neither gap nor duplicate.
+``generate`` runs this as often as it takes: an attempt that fails - worker lost, preempted,
+transfer failed - is followed by another that starts from prompt + emitted tokens, so that the
+client sees neither gap nor duplicate.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class Spine:
                             yield step
                     return
                 except Unavailable as error:
-                    # Before the first dispatch, "no" is the answer; after it, workers may come back.
+                    # Before the first dispatch, "no" is the answer; after it, workers may come
+                    # back.
                     if progress.attempt == 1 and not isinstance(error, AttemptFailed):
                         raise
                     failures += 1

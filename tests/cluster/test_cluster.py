@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -89,7 +88,9 @@ async def test_actors_import_the_installed_packages_and_no_bare_folder(folder: P
             assert found is None or "kvferry" not in found, (bare, found)
 
 
-async def test_a_model_that_does_not_load_fails_the_start_and_leaves_nothing(tmp_path: Path) -> None:
+async def test_a_model_that_does_not_load_fails_the_start_and_leaves_nothing(
+    tmp_path: Path,
+) -> None:
     save(tiny_model("llama", torch.float32), tmp_path)
     save_tokenizer(tmp_path)
     weights = tmp_path / "model.safetensors"

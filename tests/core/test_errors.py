@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 
+import pytest
+
 from kvferry.core import errors
+from kvferry.core.errors import ConfigError, InvalidRequest, KvferryError
 
 
 def drawn_tree() -> dict[str, str]:

@@ -1,4 +1,6 @@
-"""A whole system in one process: real roles, step loops, KV plane and router, and as much else as a test asks for."""
+"""A whole system in one process: real roles, step loops, KV plane and router, and as much else
+as a test asks for.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from fake_engine_model import EOS, VOCAB_SIZE
 from fake_engine import ByteCodec
+from fake_engine_model import EOS, VOCAB_SIZE
 from gates import eventually
 
 from kvferry.cache.block_pool import BlockCounts
@@ -49,7 +51,9 @@ def fake_backend(
     eos: tuple[int, ...] = (),
     **hooks: Any,
 ) -> Backend:
-    """A model whose next token depends on every token of its context, read back from the paged cache."""
+    """A model whose next token depends on every token of its context, read back from the paged
+    cache.
+    """
     kv = PagedKV.allocate(
         num_layers=2,
         num_kv_heads=1,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ from reference_loop import (
 )
 from tiny_models import VOCAB_SIZE, save, tiny_model
 
-from kvferry.core.config import ModelConfig, PoolConfig
+from kvferry.core.config import DTYPE_BYTES, ModelConfig, PoolConfig
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine.backend import Backend
 from kvferry.engine.loading import load_backend
 from kvferry.models.load import load_model
+from kvferry.models.spec import read_spec
 
 EOS = 2
 MAX_MODEL_LEN = 128
@@ -41,19 +43,14 @@ class TinyModel:
     def backends(
         self, num_tokens: int = 2048, *, dtype: str = "float64", max_model_len: int = MAX_MODEL_LEN
     ) -> Callable[[int], Backend]:
-        """Loads one backend with room for ``num_tokens``, as a worker does when it starts."""
-        model = ModelConfig(dtype=dtype, max_model_len=max_model_len)  # type: ignore[arg-type]
-
-        def load(block_size: int) -> Backend:
-            pool = PoolConfig(block_size=block_size, kv_memory=num_tokens * self.kv_nbytes)
-            return load_backend(self.folder, VOCAB_SIZE, model, pool, "pool")
-
-        return load
-
-    @property
-    def kv_nbytes(self) -> int:
-        """Bytes per token: 2 layers, K and V, 2 heads of at most 24 numbers of 8 bytes."""
-        return 2 * 2 * 2 * 24 * 8
+        """``local_system``'s way to ask for a backend."""
+        return partial(
+            served_backend,
+            self.folder,
+            num_tokens=num_tokens,
+            dtype=dtype,
+            max_model_len=max_model_len,
+        )
 
     def answer(
         self,
@@ -80,6 +77,22 @@ class TinyModel:
         )
         assert ours.token_ids == theirs.token_ids
         return theirs
+
+
+def served_backend(
+    folder: Path,
+    block_size: int,
+    *,
+    num_tokens: int = 2048,
+    dtype: str = "float64",
+    max_model_len: int = MAX_MODEL_LEN,
+) -> Backend:
+    """Load a tiny model's folder with room for ``num_tokens``, as a worker does when it starts."""
+    model = ModelConfig(dtype=dtype, max_model_len=max_model_len)  # type: ignore[arg-type]
+    spec = read_spec(folder)
+    per_token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * DTYPE_BYTES[dtype]
+    pool = PoolConfig(block_size=block_size, kv_memory=num_tokens * per_token)
+    return load_backend(folder, VOCAB_SIZE, model, pool, "pool")
 
 
 def make_tiny(folder: Path, family: str, seed: int = 0) -> TinyModel:

@@ -14,7 +14,7 @@ import grpc
 import httpx
 import pytest
 from fake_engine_model import expected
-from gates import HoldAt
+from gates import HoldAt, eventually
 from local_system import LocalSystem, local_config, local_system
 from stalls import StalledConnect
 
@@ -40,7 +40,8 @@ async def queued() -> AsyncIterator[Held]:
     gate = HoldAt("waiting")
     async with local_system(local_config(), decode_gate=gate) as system:
         before = [asyncio.create_task(system.generate(PROMPT[:5])) for _ in range(2)]
-        await gate.reached()
+        decode = system.workers["decode-0"].loop
+        await eventually(lambda: decode.load().waiting == 2)
 
         async def in_queue() -> None:
             while system.router.status().queued != 1:

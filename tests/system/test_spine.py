@@ -1,9 +1,9 @@
 """The entire path in one process with fakes. Read it as the tutorial.
 
-Real: the router's spine, queue, policy and index; both roles with their step loops, schedulers, block
-pools and prefix caches; the KV plane with its leases, slabs and digests. Fake: the model (its next
-token depends on every token of the context, read back from the paged cache, so that one wrong block
-gives a wrong answer), the session's stream (no gRPC) and the slab transport (loopback).
+Real: the router's spine, queue, policy and index; both roles with their step loops, schedulers,
+block pools and prefix caches; the KV plane with its leases, slabs and digests. Fake: the model (its
+next token depends on every token of the context, read back from the paged cache, so that one wrong
+block gives a wrong answer), the session's stream (no gRPC) and the slab transport (loopback).
 """
 
 from __future__ import annotations
