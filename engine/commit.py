@@ -31,7 +31,7 @@ class StopRules:
         """
         table = self._table
         length = table.length[rows]
-        stopped = np.isin(token_ids, self._eos) & table.obeys_eos[rows]
+        stopped = (token_ids[:, None] == self._eos).any(axis=1) & table.obeys_eos[rows]
         stopped |= (table.stop_ids[rows] == token_ids[:, None]).any(axis=1)
         for i in np.flatnonzero(table.more_stop_ids[rows]):
             if int(token_ids[i]) in by_row[int(rows[i])].spec.sampling.stop_token_ids:
