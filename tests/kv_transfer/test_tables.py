@@ -98,12 +98,14 @@ def leases() -> Leases:
 
 
 def test_a_lease_is_done_after_its_last_slab(leases: Leases) -> None:
+    leases.clock.now += 100.0  # while the prompt is computed
+    nbytes = TOKENS.length * LAYOUT.token_bytes
+    assert leases.table.offered(key(), LeaseId(1), nbytes).answer is Answer.ACK
     leases.clock.now += 3.0
     for move in reversed(MOVES):
         assert not leases.events
         assert leases.claim(move.index) is Answer.SCATTER
         assert leases.settle(move.index) is Answer.ACK
-    nbytes = TOKENS.length * LAYOUT.token_bytes
     assert leases.events == [ReceiveDone(key(), LeaseId(1), nbytes, 0.5 * len(MOVES), 3.0)]
     leases.table.release(LeaseId(1))
     assert len(leases.events) == 1
