@@ -164,9 +164,6 @@ class Config(Section):
     transfer: TransferConfig = TransferConfig()
     router: RouterConfig = RouterConfig()
     cluster: ClusterConfig = ClusterConfig()
-    deterministic: bool = Field(
-        False, description="Batch-invariant numerics: equal requests give equal tokens anywhere."
-    )
 
     @model_validator(mode="after")
     def _cross_role(self) -> Self:
@@ -176,6 +173,11 @@ class Config(Section):
             raise ValueError(
                 "prefill.workers: a decode pool needs a prefill pool; "
                 "set prefill.workers: 1, or decode.role: both"
+            )
+        if self.decode.role == "both" and self.prefill.workers:
+            raise ValueError(
+                "prefill.workers: colocated workers prefill for themselves; "
+                "set prefill.workers: 0, or decode.role: decode"
             )
         if self.cluster.silence_s <= 2 * self.cluster.beat_s:
             raise ValueError("cluster.silence_s: must be more than twice cluster.beat_s")

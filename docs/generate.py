@@ -17,9 +17,9 @@ HEAD = """\
 # Configuration
 
 One YAML file holds every value; `kvferry serve CONFIG.yaml` reads it, checks it whole, and starts
-nothing when a value is wrong or a key is unknown. Options of `kvferry serve` override the file. What
-is left out keeps its default, so the smallest file is an empty one. Sizes are written with a unit
-(`512MiB`, `2GB`) or in bytes; names that end in `_s` are seconds.
+nothing when a value is wrong or a key is unknown. Options of `kvferry serve` override the file.
+What is left out keeps its default, so the smallest file is an empty one. Sizes are written with a
+unit (`512MiB`, `2GB`) or in bytes; names that end in `_s` are seconds.
 
 ```yaml
 model:
