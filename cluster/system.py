@@ -77,7 +77,7 @@ class System:
         router = Router(config, GrpcDial(self._secret, config.cluster.silence_s))
         stack.push_async_callback(router.close)
         apis = ApiServer(config, router, tokenizer, spec.max_model_len)
-        stack.push_async_callback(apis.stop, config.cluster.stop_timeout_s)
+        stack.push_async_callback(apis.stop)
         self.grpc_address, self.http_address = await apis.start()
         self._report("starting Ray")
         group = await stack.enter_async_context(ray_runtime(config))
@@ -88,7 +88,7 @@ class System:
         # Again, and left before the workers are: requests under way may finish, sessions end in
         # peace.
         stack.push_async_callback(router.close)
-        stack.push_async_callback(apis.stop, config.cluster.stop_timeout_s)
+        stack.push_async_callback(apis.stop)
         self._report("connecting")
         router.connect([WorkerAddress(worker.role, worker.address) for worker in workers])
         await self._connected(router)

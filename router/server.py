@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from prometheus_client import CollectorRegistry
 
 from kvferry.core.config import Config
-from kvferry.core.errors import ConfigError
+from kvferry.core.units import parse_address
 from kvferry.router.engine import TokenEngine
 from kvferry.router.grpc_api import GrpcServer, make_grpc_server
 from kvferry.router.http_api import make_app
@@ -21,6 +23,7 @@ class ApiServer:
         self, config: Config, engine: TokenEngine, codec: TextCodec, max_model_len: int
     ) -> None:
         self._engine = engine
+        self._grace_s = config.cluster.stop_timeout_s
         self._metrics = RouterMetrics(CollectorRegistry())
         self._metrics.watch(engine)
         self._intake = Intake(
@@ -29,8 +32,8 @@ class ApiServer:
             max_model_len=max_model_len,
             config=config.router,
         )
-        self._grpc_address = split_address("router.grpc", config.router.grpc)
-        self._http_address = split_address("router.http", config.router.http)
+        self._grpc_address = parse_address(config.router.grpc)
+        self._http_address = parse_address(config.router.http)
         self._grpc: GrpcServer | None = None
         self._http: HttpServer | None = None
 
@@ -38,22 +41,16 @@ class ApiServer:
         """Listen. Returns the addresses of gRPC and HTTP, HOST:PORT. Raises StartupError."""
         parts = self._engine, self._intake, self._metrics
         self._grpc = make_grpc_server(*parts, *self._grpc_address)
-        self._http = make_http_server(make_app(*parts), *self._http_address)
+        self._http = make_http_server(make_app(*parts), *self._http_address, grace_s=self._grace_s)
         await self._grpc.start()
         await self._http.start()
         return f"{self._grpc.host}:{self._grpc.port}", f"{self._http.host}:{self._http.port}"
 
-    async def stop(self, grace_s: float) -> None:
-        """Take nothing new; what is under way may end within ``grace_s``."""
+    async def stop(self) -> None:
+        """Take nothing new; what is under way may end within ``cluster.stop_timeout_s``."""
+        stops = []
         if self._http is not None:
-            await self._http.stop()
+            stops.append(self._http.stop())
         if self._grpc is not None:
-            await self._grpc.stop(grace_s)
-
-
-def split_address(key: str, address: str) -> tuple[str, int]:
-    """HOST:PORT, IPv6 hosts in brackets. Raises ConfigError naming ``key``."""
-    host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isdecimal() or int(port) > 65535:
-        raise ConfigError(key, f"{address!r} is not HOST:PORT")
-    return host.strip("[]"), int(port)
+            stops.append(self._grpc.stop(self._grace_s))
+        await asyncio.gather(*stops)

@@ -179,7 +179,7 @@ class LocalSystem:
         try:
             yield grpc_address, f"http://{http_address}"
         finally:
-            await server.stop(5.0)
+            await server.stop()
 
     def stream(self, prompt: list[int], sample_index: int = 0, **sampling: Any) -> Any:
         """The engine's own iterator; leave it early to cancel."""
