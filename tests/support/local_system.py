@@ -201,11 +201,12 @@ class LocalSystem:
         return sum(c.reserved + c.in_use + c.fenced for c in self.counts().values())
 
     async def settled(self) -> None:
-        """Wait until no request holds a block, a row or a place in a queue anywhere."""
+        """Wait until no request holds a block, a row, a count or a place in a queue anywhere."""
         parts = [worker.role.sequences for worker in self.workers.values()]
         await eventually(
             lambda: (
                 self.held() == 0
+                and self.router.status().running == 0
                 and not any(len(sequences) for sequences in parts)
                 and all(s.table.num_free == s.table.max_rows for s in parts)
             ),
