@@ -133,15 +133,18 @@ class BlockPool:
             self._evict()
         blocks = [self._free.pop() for _ in range(count)]
         for block in blocks:
-            self._move(block, BlockState.RESERVED)
+            self._states[block] = BlockState.RESERVED
+        self._counts[BlockState.FREE] -= count
+        self._counts[BlockState.RESERVED] += count
         self.generations[blocks] += np.uint32(1)
         return blocks
 
     def commit(self, blocks: Iterable[BlockId]) -> None:
         """RESERVED -> IN_USE with one reference."""
+        states = self._states
         for block in blocks:
-            if self._states[block] is not BlockState.RESERVED:
-                raise BlockStateError(f"block {block} is {self._states[block].name}, not RESERVED")
+            if states[block] is not BlockState.RESERVED:
+                raise BlockStateError(f"block {block} is {states[block].name}, not RESERVED")
             self._move(block, BlockState.IN_USE)
             self._refs[block] = 1
 

@@ -24,6 +24,9 @@ TokenIds = NDArray[np.integer[Any]] | Sequence[int]
 _KEY = b"kvferry.block-chain"
 _ROOT = b"root"
 _BLOCK = b"block"
+# Copied for every block: taking in the key and the parameters costs as much as hashing a block.
+_BLOCK_STATE = blake2b(digest_size=DIGEST_BYTES, key=_KEY, person=_BLOCK)
+_TOKEN = np.dtype("<i4")
 
 
 def root_hash(
@@ -75,10 +78,11 @@ def iter_chain(root: BlockHash, tokens: TokenIds, block_size: int) -> Iterator[B
 
 
 def _token_bytes(tokens: TokenIds) -> bytes:
-    return np.asarray(tokens, dtype="<i4").tobytes()
+    return np.asarray(tokens, dtype=_TOKEN).tobytes()
 
 
 def _link(parent: BlockHash, data: bytes | memoryview) -> BlockHash:
-    state = blake2b(parent, digest_size=DIGEST_BYTES, key=_KEY, person=_BLOCK)
+    state = _BLOCK_STATE.copy()
+    state.update(parent)
     state.update(data)
     return BlockHash(state.digest())

@@ -15,6 +15,7 @@ their number is exactly what can be allocated.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -44,8 +45,9 @@ class PrefixIndex:
         self._entries: dict[BlockHash, _Entry] = {}
         self._hash_of: dict[BlockId, BlockHash] = {}
         self._children: dict[BlockHash, int] = {}
-        # A dict keeps insertion order and removes anywhere in constant time.
-        self._evictable: dict[BlockId, None] = {}
+        # Keeps the order, removes anywhere, and finds the first in constant time; a plain dict
+        # would walk over all that left its front before.
+        self._evictable: OrderedDict[BlockId, None] = OrderedDict()
         self._added: dict[BlockHash, None] = {}
         self._removed: dict[BlockHash, None] = {}
 

@@ -33,13 +33,13 @@ class StopRules:
         length = table.length[rows]
         stopped = (token_ids[:, None] == self._eos).any(axis=1) & table.obeys_eos[rows]
         stopped |= (table.stop_ids[rows] == token_ids[:, None]).any(axis=1)
-        for i in np.flatnonzero(table.more_stop_ids[rows]):
+        for i in table.more_stop_ids[rows].nonzero()[0]:
             if int(token_ids[i]) in by_row[int(rows[i])].spec.sampling.stop_token_ids:
                 stopped[i] = True
         stopped &= length >= table.min_length[rows]
         full = length >= table.max_length[rows]
-        done = {int(i): FinishReason.LENGTH for i in np.flatnonzero(full)}
-        return done | {int(i): FinishReason.STOP for i in np.flatnonzero(stopped)}
+        done = dict.fromkeys(full.nonzero()[0].tolist(), FinishReason.LENGTH)
+        return done | dict.fromkeys(stopped.nonzero()[0].tolist(), FinishReason.STOP)
 
     def add_edits(
         self, sampling: SamplingRows, rows: Rows, by_row: dict[int, WorkerSequence]

@@ -71,7 +71,7 @@ class Stepper:
         computed = context + step.plan.query_lens
         table.computed[step.rows] = computed
         size = table.block_size
-        for i in np.flatnonzero(computed // size > context // size).tolist():
+        for i in (computed // size > context // size).nonzero()[0].tolist():
             sequences.publish(step.seqs[i], int(computed[i]))
         rows = step.sampled_rows
         table.append(rows, result.token_ids)
