@@ -28,6 +28,8 @@ class Ledger:
 
         ``length`` is the tokens it arrives with; one more has to follow for it to be of use here.
         """
+        if length < 1:
+            return "an empty sequence has no position to sample after"
         if length >= self.max_model_len:
             return f"{length} tokens leave no room in {self.max_model_len}"
         if self._blocks(length + 1) > self.num_blocks:

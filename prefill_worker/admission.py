@@ -21,6 +21,8 @@ class PromptAdmission:
 
     def never_fits(self, prompt_len: int) -> str | None:
         """Why a prompt could not be computed even on an empty worker, or None."""
+        if prompt_len < 1:
+            return "an empty prompt has no position to sample after"
         if prompt_len >= self.max_model_len:
             return f"prompt of {prompt_len} tokens leaves no room in {self.max_model_len}"
         if -(-prompt_len // self.block_size) > self.num_blocks:

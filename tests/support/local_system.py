@@ -33,6 +33,7 @@ from kvferry.kv_transfer.transport import Connect
 from kvferry.prefill_worker.worker import PrefillWorker
 from kvferry.proto import worker_pb2 as pb
 from kvferry.router.channel import GrpcDial
+from kvferry.router.intake import TextCodec
 from kvferry.router.router import Router, WorkerAddress
 from kvferry.router.server import ApiServer
 from kvferry.router.workers import Role
@@ -171,10 +172,10 @@ class LocalSystem:
             return [step async for step in steps]
 
     @asynccontextmanager
-    async def apis(self) -> AsyncIterator[tuple[str, str]]:
+    async def apis(self, codec: TextCodec | None = None) -> AsyncIterator[tuple[str, str]]:
         """Both APIs in front of the router; yields (gRPC address, HTTP base URL)."""
         limit = next(iter(self.workers.values())).hello.max_model_len
-        server = ApiServer(self.config, self.router, ByteCodec(), limit)
+        server = ApiServer(self.config, self.router, codec or ByteCodec(), limit)
         grpc_address, http_address = await server.start()
         try:
             yield grpc_address, f"http://{http_address}"
