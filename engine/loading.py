@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from kvferry.cache.hashing import root_hash
-from kvferry.cache.paged import PagedKV, block_nbytes, num_blocks_for
+from kvferry.cache.paged import MIN_BLOCKS, PagedKV, block_nbytes, num_blocks_for
 from kvferry.core.config import ModelConfig, PoolConfig
 from kvferry.core.errors import ConfigError
 from kvferry.core.units import format_bytes
@@ -57,15 +57,16 @@ def allocate_kv(spec: ModelSpec, dtype: torch.dtype, pool: PoolConfig, pool_name
     }
     nbytes = block_nbytes(**shape, dtype=dtype)
     key = f"{pool_name}.kv_memory"
-    num_blocks = num_blocks_for(pool.kv_memory, nbytes, key=key)
+    room = pool.kv_memory // nbytes
     needed = -(-spec.max_model_len // pool.block_size)
-    if num_blocks < needed:
+    if room < needed:
         raise ConfigError(
             key,
-            f"{format_bytes(pool.kv_memory)} is room for {num_blocks} blocks of {pool.block_size} "
+            f"{format_bytes(pool.kv_memory)} is room for {room} blocks of {pool.block_size} "
             f"tokens, and one sequence of {spec.max_model_len} tokens needs {needed}: "
-            f"set it to {needed * nbytes}, or lower model.max_model_len",
+            f"set it to {max(needed, MIN_BLOCKS) * nbytes}, or lower model.max_model_len",
         )
+    num_blocks = num_blocks_for(pool.kv_memory, nbytes, key=key)
     return PagedKV.allocate(**shape, num_blocks=num_blocks, dtype=dtype)
 
 

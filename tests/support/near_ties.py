@@ -22,7 +22,7 @@ class NearTies:
     def compare(
         self, name: str, prompt: Sequence[int], tokens: Sequence[int], expected: Sequence[int]
     ) -> None:
-        """Raises AssertionError unless equal up to a near-tie, after which both go their own way."""
+        """Raises AssertionError unless equal up to a near-tie, behind which the texts part."""
         pairs = enumerate(zip_longest(tokens, expected))
         at = next((i for i, (ours, theirs) in pairs if ours != theirs), None)
         if at is None:

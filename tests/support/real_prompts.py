@@ -1,4 +1,4 @@
-"""Twenty prompts as people send them: prose, code, many scripts, emoji, chats, lists, long and short."""
+"""Twenty prompts as people send them: prose, code, many scripts, emoji, chats, long and short."""
 
 from __future__ import annotations
 

@@ -85,9 +85,12 @@ def reference_answer(
 
 def probabilities(logits: Tensor, params: SamplingParams) -> dict[int, float]:
     """Token id -> probability after temperature and filters; ids that were filtered out lack."""
-    scaled = (logits.double() / _wire(params.temperature)).tolist() kept = sorted((t for t in
-    range(len(scaled)) if scaled[t] > -math.inf), key=lambda t: -scaled[t]) if params.top_k:
-        kept = [t for t in kept if scaled[t] >= scaled[kept[min(params.top_k, len(kept)) - 1]]]
+    scaled = (logits.double() / _wire(params.temperature)).tolist()
+    finite = (token for token, value in enumerate(scaled) if value > -math.inf)
+    kept = sorted(finite, key=lambda token: -scaled[token])
+    if params.top_k:
+        least = scaled[kept[min(params.top_k, len(kept)) - 1]]
+        kept = [token for token in kept if scaled[token] >= least]
     if params.top_p < 1:
         weights, total = _softmax(scaled, kept), 0.0
         for i, token in enumerate(kept):
@@ -97,8 +100,8 @@ def probabilities(logits: Tensor, params: SamplingParams) -> dict[int, float]:
                 break
     if params.min_p:
         weights = _softmax(scaled, kept)
-        least = _wire(params.min_p) * weights[kept[0]]
-        kept = [token for token in kept if weights[token] >= least]
+        floor = _wire(params.min_p) * weights[kept[0]]
+        kept = [token for token in kept if weights[token] >= floor]
     return _softmax(scaled, kept)
 
 

@@ -1,9 +1,9 @@
 """Tokens are those of the reference whatever the block sizes, chunks and cached prefixes; float64.
 
 Every pair of values of {block size on P, block size on D, chunk, family} is covered for separate
-pools, and every pair of {block size, chunk} for the colocated one. In each setting, prompts of one to
-three blocks of either side, give or take a token, follow prefixes that are cached on both sides, on
-one, or not at all.
+pools, and every pair of {block size, chunk} for the colocated one. In each setting, prompts of one
+to three blocks of either side, give or take a token, follow prefixes that are cached on both sides,
+on one, or not at all.
 """
 
 from __future__ import annotations
