@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from kvferry.core.config import Config
-from kvferry.core.ids import new_incarnation
+from kvferry.core.ids import Incarnation
 from kvferry.decode_worker.admission import Ledger
 from kvferry.decode_worker.batch import DecodeBatch
 from kvferry.decode_worker.role import DecodeRole
@@ -16,13 +16,11 @@ from kvferry.engine.host import WorkerHost
 from kvferry.engine.loop import StepLoop
 from kvferry.engine.ports import Gate, OpenGate
 from kvferry.engine.session import SessionServer
-from kvferry.engine.wiring import build_parts, session_settings
+from kvferry.engine.wiring import build_parts, session_settings, worker_hello
 from kvferry.kv_transfer.endpoints import listen
 from kvferry.kv_transfer.memory import PagedKvMemory
 from kvferry.kv_transfer.receiver import KvReceiver
 from kvferry.kv_transfer.wire import layout_message, layout_of, link_options
-from kvferry.proto import worker_pb2 as pb
-from kvferry.proto.session import PROTOCOL
 
 
 class DecodeWorker:
@@ -41,8 +39,10 @@ class DecodeWorker:
     ) -> None:
         pool = config.decode
         parts = build_parts(backend, pool, config.transfer.lease_s, clock)
-        incarnation = new_incarnation()
         layout = layout_of(backend.kv)
+        self.hello = worker_hello(worker_id, pool.role, backend, pool)
+        self.hello.layout.CopyFrom(layout_message(layout))
+        incarnation = Incarnation(self.hello.incarnation)
         memory = PagedKvMemory(backend.kv.slots, layout, parts.pool.generations)
         self.receiver = KvReceiver(
             memory,
@@ -51,6 +51,7 @@ class DecodeWorker:
             listen("loopback" if config.transfer.transport == "loopback" else "shm"),
             clock,
         )
+        self.hello.kv_endpoint = self.receiver.endpoint
         gate = gate or OpenGate()
         batch = DecodeBatch(
             parts.sequences, parts.stepper, gate, pool.max_batch_tokens, pool.max_batch_seqs
@@ -65,20 +66,6 @@ class DecodeWorker:
             parts.sequences, ledger, batch, self.receiver, gate, pool.reserve_queue
         )
         self.loop = StepLoop(self.role, backend.runner, clock)
-        self.hello = pb.WorkerHello(
-            worker_id=worker_id,
-            incarnation=incarnation,
-            role=pool.role,
-            protocol=PROTOCOL,
-            layout=layout_message(layout),
-            root_hash=backend.root,
-            num_blocks=backend.kv.num_blocks,
-            max_model_len=backend.max_model_len,
-            kv_endpoint=self.receiver.endpoint,
-            prefix_cache=pool.prefix_cache,
-            max_batch_tokens=pool.max_batch_tokens,
-            max_batch_seqs=pool.max_batch_seqs,
-        )
         server = SessionServer(self.loop, self.hello, session_settings(config, pool, secret))
         self.host = WorkerHost(self.loop, server, worker_id)
 

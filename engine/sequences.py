@@ -22,7 +22,6 @@ from kvferry.engine.ports import RouterPort
 from kvferry.engine.table import SequenceTable
 from kvferry.proto import worker_pb2 as pb
 
-
 NO_LEASE = LeaseId(0)
 
 

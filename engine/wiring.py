@@ -7,12 +7,15 @@ from dataclasses import dataclass
 
 from kvferry.cache.block_pool import BlockPool
 from kvferry.core.config import Config, PoolConfig
+from kvferry.core.ids import new_incarnation
 from kvferry.engine.backend import Backend
 from kvferry.engine.commit import StopRules
 from kvferry.engine.sequences import Sequences
 from kvferry.engine.session import SessionSettings
 from kvferry.engine.steps import Stepper
 from kvferry.engine.table import SequenceTable
+from kvferry.proto import worker_pb2 as pb
+from kvferry.proto.session import PROTOCOL
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,4 +44,20 @@ def session_settings(config: Config, pool: PoolConfig, secret: str) -> SessionSe
         secret=secret,
         beat_s=config.cluster.beat_s,
         silence_s=config.cluster.silence_s,
+    )
+
+
+def worker_hello(worker_id: str, role: str, backend: Backend, pool: PoolConfig) -> pb.WorkerHello:
+    """What a worker says of itself; where and in which layout KV moves is added by its role."""
+    return pb.WorkerHello(
+        worker_id=worker_id,
+        incarnation=new_incarnation(),
+        role=role,
+        protocol=PROTOCOL,
+        root_hash=backend.root,
+        num_blocks=backend.kv.num_blocks,
+        max_model_len=backend.max_model_len,
+        prefix_cache=pool.prefix_cache,
+        max_batch_tokens=pool.max_batch_tokens,
+        max_batch_seqs=pool.max_batch_seqs,
     )

@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable
 
 from kvferry.core.config import Config
-from kvferry.core.ids import new_incarnation
+from kvferry.core.ids import Incarnation
 from kvferry.engine.backend import Backend
 from kvferry.engine.host import WorkerHost
 from kvferry.engine.loop import StepLoop
 from kvferry.engine.ports import Gate, OpenGate
 from kvferry.engine.session import SessionServer
-from kvferry.engine.wiring import build_parts, session_settings
+from kvferry.engine.wiring import build_parts, session_settings, worker_hello
 from kvferry.kv_transfer.endpoints import connect as connect_any
 from kvferry.kv_transfer.memory import PagedKvMemory
 from kvferry.kv_transfer.sender import KvSender
@@ -22,8 +22,6 @@ from kvferry.kv_transfer.wire import layout_message, layout_of, link_options
 from kvferry.prefill_worker.admission import PromptAdmission
 from kvferry.prefill_worker.batch import PrefillBatch
 from kvferry.prefill_worker.role import PrefillRole
-from kvferry.proto import worker_pb2 as pb
-from kvferry.proto.session import PROTOCOL
 
 
 class PrefillWorker:
@@ -43,8 +41,10 @@ class PrefillWorker:
     ) -> None:
         pool = config.prefill
         parts = build_parts(backend, pool, config.transfer.lease_s, clock)
-        incarnation = new_incarnation()
         layout = layout_of(backend.kv)
+        self.hello = worker_hello(worker_id, "prefill", backend, pool)
+        self.hello.layout.CopyFrom(layout_message(layout))
+        incarnation = Incarnation(self.hello.incarnation)
         memory = PagedKvMemory(backend.kv.slots, layout, parts.pool.generations)
         options = link_options(config, secret, incarnation)
         self.sender = KvSender(memory, options, lambda event: self.loop.post(event), connect, clock)
@@ -63,19 +63,6 @@ class PrefillWorker:
         )
         self.role = PrefillRole(parts.sequences, admission, batch, self.sender)
         self.loop = StepLoop(self.role, backend.runner, clock)
-        self.hello = pb.WorkerHello(
-            worker_id=worker_id,
-            incarnation=incarnation,
-            role="prefill",
-            protocol=PROTOCOL,
-            layout=layout_message(layout),
-            root_hash=backend.root,
-            num_blocks=backend.kv.num_blocks,
-            max_model_len=backend.max_model_len,
-            prefix_cache=pool.prefix_cache,
-            max_batch_tokens=pool.max_batch_tokens,
-            max_batch_seqs=pool.max_batch_seqs,
-        )
         server = SessionServer(self.loop, self.hello, session_settings(config, pool, secret))
         self.host = WorkerHost(self.loop, server, worker_id)
 
