@@ -56,8 +56,9 @@ fast: $(STAMP)
 proto: $(STAMP) ## Regenerate the stubs in proto/
 	$(BIN)/python proto/generate.py
 
-docs: $(STAMP) ## Regenerate docs/configuration.md
+docs: $(STAMP) ## Regenerate docs/configuration.md and the results in docs/benchmarks.md
 	$(BIN)/python docs/generate.py
+	$(BIN)/python docs/benchmark_tables.py
 
 clean: ## Remove caches and build outputs; keeps .venv
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

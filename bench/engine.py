@@ -73,8 +73,8 @@ class KvferryEngine:
 def run(args: list[str]) -> Report:
     options = _options(args)
     plain = run_options(options)
-    sizes = QUICK if options.quick else Sizes()
-    loops = [(loop, measure_loop(loop)) for loop in _loop_sizes(options.quick)]
+    sizes = QUICK if options.quick else Sizes(repeats=options.repeats)
+    loops = [(loop, measure_loop(loop)) for loop in loop_sizes(options.quick)]
     folder = prepared(options.model)
     spec = read_spec(folder)
     limits = _limits(options)
@@ -97,6 +97,9 @@ def run(args: list[str]) -> Report:
 def _options(args: list[str]) -> argparse.Namespace:
     parser = option_parser("engine", __doc__.partition("\n")[0])
     add_model(parser)
+    parser.add_argument(
+        "--repeats", type=int, default=Sizes().repeats, help="of every rate (default: %(default)s)"
+    )
     parser.add_argument("--peer-vllm", metavar="PYTHON", help="interpreter that has vLLM")
     parser.add_argument(
         "--peer-llama", metavar="LLAMA_BATCHED_BENCH", help="llama.cpp's llama-batched-bench"
@@ -154,7 +157,8 @@ def _rate_claims(ours: Rates, sizes: Sizes) -> list[Claim]:
     ]
 
 
-def _loop_sizes(quick: bool) -> list[LoopSizes]:
+def loop_sizes(quick: bool) -> list[LoopSizes]:
+    """What the step loop is timed with; the first is claimed."""
     if quick:
         return [LoopSizes(running=4, prompt_len=8, max_tokens=8, steps=4)]
     return [LoopSizes(running=256), LoopSizes(running=1024)]

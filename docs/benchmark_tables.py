@@ -1,0 +1,95 @@
+"""Write the results of docs/results/*.json into docs/benchmarks.md, between its markers.
+
+``python docs/benchmark_tables.py [FILE]``; FILE is written in place of docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from kvferry.bench.report import format_scalar
+
+HERE = Path(__file__).resolve().parent
+BEGIN = "<!-- results: written by `make docs` from docs/results/*.json -->"
+END = "<!-- end of results -->"
+
+BUSY_SHARE = 0.6
+"""A load average above this share of the cores before a run means that others were at work."""
+
+
+def render(page: str, reports: Iterable[dict[str, Any]]) -> str:
+    """``page`` with fresh results. Raises ValueError when a marker is missing."""
+    head, begin, rest = page.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not begin or not end:
+        raise ValueError("the page lacks a marker of its results")
+    return head + BEGIN + "\n\n" + "\n".join(map(section, reports)) + "\n" + END + tail
+
+
+def section(report: dict[str, Any]) -> str:
+    """One report: where it was measured, its claims, its rows."""
+    machine = report["machine"]
+    parts = [
+        f"### {report['bench']}",
+        "",
+        f"Measured at commit `{report['commit']}` on {_on(machine)}.",
+    ]
+    parts += [_noise(report["options"], machine), ""]
+    if report["claims"]:
+        parts += [*_table([_claim(claim) for claim in report["claims"]]), ""]
+    if report["rows"]:
+        parts += [*_table(report["rows"]), ""]
+    return "\n".join(parts)
+
+
+def _on(machine: dict[str, Any]) -> str:
+    software = ", ".join(
+        f"{n} {machine[n]}" for n in ("torch", "transformers", "ray") if n in machine
+    )
+    return f"{machine['cores']} cores of {machine['cpu']}, Python {machine['python']}, {software}"
+
+
+def _noise(options: dict[str, Any], machine: dict[str, Any]) -> str:
+    before, after = options["load_average_before"], options["load_average_after"]
+    loads = f"Load average {before} before, {after} after."
+    if before > BUSY_SHARE * machine["cores"]:
+        return f"{loads} **The machine was shared and busy: absolute times are too long.**"
+    return f"{loads} The machine is virtual, and may share its processors with others."
+
+
+def _claim(claim: dict[str, Any]) -> dict[str, Any]:
+    sign = "at most" if claim["better"] == "lower" else "at least"
+    goal = "" if claim["goal"] is None else f"{sign} {format_scalar(claim['goal'])}"
+    verdict = {None: "", True: "met", False: "**not met**"}[claim["met"]]
+    return {
+        "claim": f"`{claim['id']}`",
+        "value": claim["value"],
+        "±": claim["spread"],
+        "unit": claim["unit"],
+        "n": claim["n"],
+        "goal": goal,
+        "": verdict,
+    }
+
+
+def _table(rows: list[dict[str, Any]]) -> list[str]:
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    for row in rows:
+        lines.append("| " + " | ".join(format_scalar(row.get(name)) for name in columns) + " |")
+    return lines
+
+
+def reports() -> list[dict[str, Any]]:
+    """All result files, by name."""
+    return [json.loads(path.read_text()) for path in sorted((HERE / "results").glob("*.json"))]
+
+
+if __name__ == "__main__":
+    source = HERE / "benchmarks.md"
+    target = Path(sys.argv[1]) if len(sys.argv) > 1 else source
+    target.write_text(render(source.read_text(encoding="utf-8"), reports()), encoding="utf-8")

@@ -1,0 +1,64 @@
+"""Every bench runs from its command line to its JSON, at sizes that measure nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvferry.bench import engine, limits, memory, pd
+from kvferry.bench.report import Report
+from kvferry.cli.bench import benches
+
+
+def checked(report: Report, tmp_path: Path) -> dict[str, float]:
+    """Claim -> value, after the report was written and read back."""
+    report.write(tmp_path / "report.json")
+    written = json.loads((tmp_path / "report.json").read_text())
+    assert written["rows"]
+    assert {"load_average_before", "load_average_after", "threads"} <= set(written["options"])
+    return {claim["id"]: claim["value"] for claim in written["claims"]}
+
+
+def test_the_command_lists_all() -> None:
+    assert {"engine", "limits", "memory", "pd"} <= set(benches())
+
+
+def test_limits(tmp_path: Path) -> None:
+    assert checked(limits.run(["--quick", "--threads", "1"]), tmp_path) == {}
+
+
+def test_engine(tiny_folder: Path, tmp_path: Path) -> None:
+    report = engine.run(["--quick", "--threads", "1", "--model", str(tiny_folder)])
+    claims = checked(report, tmp_path)
+    assert set(claims) == {
+        "prefill_tokens_per_s_12",
+        "decode_tokens_per_s_b1",
+        "decode_tokens_per_s_b2",
+        "loop_ms_4",
+    }
+    assert min(claims.values()) > 0
+    names = {str(row["engine"]) for row in report.rows}
+    assert any(name.startswith("transformers") for name in names)
+
+
+def test_the_full_run_claims_what_was_promised() -> None:
+    (claimed, _) = engine.loop_sizes(quick=False)
+    assert claimed.running == 256
+
+
+@pytest.mark.cluster
+def test_pd(tiny_folder: Path, tmp_path: Path) -> None:
+    report = pd.run(["--quick", "--threads", "1", "--model", str(tiny_folder)])
+    assert set(checked(report, tmp_path)) == {"pd_ttft_ratio", "handoff_gap_share"}
+    ours, colocated = report.rows
+    assert ours["transfer bytes"]
+    assert not colocated["transfer bytes"]
+
+
+@pytest.mark.cluster
+def test_memory(tiny_folder: Path, tmp_path: Path) -> None:
+    report = memory.run(["--model", str(tiny_folder)])
+    assert checked(report, tmp_path) == {"weights_private_share": 0.0}
+    assert all(row["shared bytes"] for row in report.rows)

@@ -1,0 +1,53 @@
+"""docs/benchmarks.md shows what docs/results holds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sourcetree import ROOT
+
+PAGE = ROOT / "docs" / "benchmarks.md"
+RESULTS = sorted((ROOT / "docs" / "results").glob("*.json"))
+CLAIM_KEYS = {"id", "value", "goal", "better", "n", "spread", "unit", "met"}
+
+
+def report(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def test_the_results_are_fresh(tmp_path: Path) -> None:
+    fresh = tmp_path / "benchmarks.md"
+    script = ROOT / "docs" / "benchmark_tables.py"
+    subprocess.run([sys.executable, script, fresh], check=True)
+    assert fresh.read_text() == PAGE.read_text(), "run make docs"
+
+
+def test_there_is_a_result_of_every_bench() -> None:
+    assert {path.stem for path in RESULTS} == {"engine", "limits", "memory", "pd"}
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_a_result_is_a_whole_report_of_its_bench(path: Path) -> None:
+    found = report(path)
+    assert found["bench"] == path.stem
+    assert set(found) == {"bench", "commit", "machine", "options", "rows", "claims"}
+    assert all(set(claim) == CLAIM_KEYS for claim in found["claims"])
+    assert found["options"]["quick"] is False
+    for claim in found["claims"]:
+        assert f"`{claim['id']}`" in PAGE.read_text()
+
+
+def test_promised_claims_are_there() -> None:
+    ids = {claim["id"] for path in RESULTS for claim in report(path)["claims"]}
+    assert {"loop_ms_256", "pd_ttft_ratio", "handoff_gap_share", "weights_private_share"} <= ids
+
+
+def test_ratios_come_from_twenty_pairs_at_least() -> None:
+    (pd,) = (report(path) for path in RESULTS if path.stem == "pd")
+    assert all(claim["n"] >= 20 for claim in pd["claims"])
