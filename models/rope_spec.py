@@ -79,7 +79,10 @@ def parse_rope(config: Mapping[str, Any], max_position: int, head_dim: int) -> R
     for key, value in (("rope_parameters", newer), ("rope_scaling", scaling)):
         if not isinstance(value, Mapping):
             raise ModelLoadError(f"{key}: must be an object, not {value!r}")
-    name = scaling.get("rope_type") or scaling.get("type") or "default"
+    name = scaling.get("rope_type") or scaling.get("type")
+    if not name and scaling.get("factor") not in (None, 1, 1.0):
+        raise ModelLoadError("rope_scaling: rope_type is missing, and its factor would be ignored")
+    name = name or "default"
     name = _OLD_NAMES.get(name, name)
     if name not in set(RopeType):
         raise ModelLoadError(

@@ -16,8 +16,9 @@ MAX_MESSAGES = 4096
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 """Role of the API -> role that chat templates know."""
 _TOOL_ROLES = ("tool", "function")
-_TOOL_FIELDS = ("tool_calls", "function_call", "tool_call_id", "audio")
-_KNOWN = ("role", "content", "name", "refusal", *_TOOL_FIELDS)
+_REFUSED_FIELDS = ("tool_calls", "function_call", "tool_call_id", "audio", "refusal")
+"""They carry part of the conversation, which must not be lost in silence."""
+_KNOWN = ("role", "content", "name", *_REFUSED_FIELDS)
 _TEXT_PARTS = ("text", "input_text")
 
 
@@ -50,7 +51,7 @@ def _message(raw: Any, path: str) -> dict[str, str]:
         raise InvalidRequest(f"{path}.role", f"{role!r} is not supported yet")
     if not isinstance(role, str) or role not in _ROLES:
         raise InvalidRequest(f"{path}.role", f"must be one of {', '.join(_ROLES)}")
-    for field in _TOOL_FIELDS:
+    for field in _REFUSED_FIELDS:
         if raw.get(field):
             raise InvalidRequest(f"{path}.{field}", "is not supported yet")
     content = _content(raw.get("content"), f"{path}.content")

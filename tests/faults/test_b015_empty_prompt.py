@@ -17,7 +17,7 @@ from local_system import LocalSystem, local_config, local_system
 from kvferry.core.config import RouterConfig
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.ids import Incarnation
-from kvferry.engine.ports import FromRouter
+from kvferry.engine.ports import FromRouter, SessionOpened
 from kvferry.proto import kvferry_pb2, kvferry_pb2_grpc
 from kvferry.proto import worker_pb2 as pb
 from kvferry.router.intake import Intake
@@ -109,11 +109,13 @@ class Collects:
         self.messages: list[pb.WorkerMessage] = []
 
     def send(self, message: pb.WorkerMessage) -> None:
-        self.messages.append(message)
+        if not message.HasField("cache_delta"):
+            self.messages.append(message)
 
 
 def say(system: LocalSystem, worker: str, message: pb.RouterMessage) -> Collects:
     port = Collects()
+    system.workers[worker].loop.post(SessionOpened(port))
     system.workers[worker].loop.post(FromRouter(port, message))
     return port
 
