@@ -52,6 +52,9 @@ def print_status(answer: pb.StatusResponse) -> None:
     line = f"{answer.model}: {state}; {answer.queued} queued, {answer.running} running"
     console.print(line, markup=False)
     console.print(status_table(answer))
+    for worker in answer.workers:
+        if worker.reason:
+            console.print(f"{worker.worker_id}: {worker.reason}", markup=False)
 
 
 def status_table(answer: pb.StatusResponse) -> Table:

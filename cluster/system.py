@@ -72,11 +72,11 @@ class System:
         config = self._config
         self._folder = await asyncio.to_thread(prepare, config.model, self._report)
         tokenizer = await asyncio.to_thread(Tokenizer, self._folder)
-        self._vocab_size = tokenizer.vocab_size
         spec = read_spec(self._folder, config.model.max_model_len)
+        self._vocab_size = min(tokenizer.vocab_size, spec.vocab_size)
         router = Router(config, GrpcDial(self._secret, config.cluster.silence_s))
         stack.push_async_callback(router.close)
-        apis = ApiServer(config, router, tokenizer, spec.max_model_len)
+        apis = ApiServer(config, router, tokenizer, spec.max_model_len, spec.vocab_size)
         stack.push_async_callback(apis.stop)
         self.grpc_address, self.http_address = await apis.start()
         self._report("starting Ray")

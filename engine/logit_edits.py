@@ -2,10 +2,11 @@
 
 In this order, with c the count of a token in the output so far:
 
-    repetition   x / r if x > 0 else x * r     tokens of prompt or output    (Keskar et al. 2019,
-    CTRL) frequency    x - f * c                     tokens of the output          (OpenAI API)
-    presence     x - p                         tokens of the output          (OpenAI API) bias
-    x + b ban          -inf
+    repetition   x / r if x > 0, else x * r    prompt and output   Keskar et al. 2019 (CTRL)
+    frequency    x - f * c                     output              OpenAI API
+    presence     x - p                         output              OpenAI API
+    bias         x + b                         the ids it names    OpenAI API
+    ban          -inf                          the ids it names
 """
 
 from __future__ import annotations

@@ -442,16 +442,19 @@ class WorkerStatus(_message.Message):
     WAITING_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
     SESSION_ADDRESS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: _builtins.str
     """"prefill", "decode" or "both"."""
     state: _builtins.str
-    """"catching_up", "ready" or "lost"."""
+    """"connecting", "catching_up", "ready", "lost" or "refused"."""
     block_size: _builtins.int
     running: _builtins.int
     waiting: _builtins.int
     steps: _builtins.int
     session_address: _builtins.str
+    reason: _builtins.str
+    """Why it is neither ready nor catching up."""
     @_builtins.property
     def blocks(self) -> Global___BlockCounts: ...
     def __init__(
@@ -466,10 +469,11 @@ class WorkerStatus(_message.Message):
         waiting: _builtins.int = ...,
         steps: _builtins.int = ...,
         session_address: _builtins.str = ...,
+        reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "blocks", b"blocks", "role", b"role", "running", b"running", "session_address", b"session_address", "state", b"state", "steps", b"steps", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "blocks", b"blocks", "reason", b"reason", "role", b"role", "running", b"running", "session_address", b"session_address", "state", b"state", "steps", b"steps", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -66,11 +66,19 @@ class Intake:
     """Makes PreparedPrompts. Holds no state of any request."""
 
     def __init__(
-        self, codec: TextCodec, *, model_name: str, max_model_len: int, config: RouterConfig
+        self,
+        codec: TextCodec,
+        *,
+        model_name: str,
+        max_model_len: int,
+        config: RouterConfig,
+        model_vocab_size: int | None = None,
     ) -> None:
+        """``model_vocab_size``: rows of the embedding, where a tokenizer may know more ids."""
         self.codec = codec
         self.model_name = model_name
         self.max_model_len = max_model_len
+        self.vocab_size = min(codec.vocab_size, model_vocab_size or codec.vocab_size)
         self._config = config
 
     def check_model(self, name: Any) -> None:
@@ -134,17 +142,16 @@ class Intake:
 
     def check_token_ids(self, token_ids: Sequence[Any], path: str) -> list[int]:
         """Refuse anything but whole numbers inside the vocabulary. Raises InvalidRequest."""
-        vocab_size = self.codec.vocab_size
         for i, token in enumerate(token_ids):
             if type(token) is not int:
                 raise InvalidRequest(f"{path}[{i}]", "must be a token id, a whole number")
-            if not 0 <= token < vocab_size:
-                raise InvalidRequest(f"{path}[{i}]", f"token id must be in [0, {vocab_size})")
+            if not 0 <= token < self.vocab_size:
+                raise InvalidRequest(f"{path}[{i}]", f"token id must be in [0, {self.vocab_size})")
         return list(token_ids)
 
     def _params(self, sampling: Mapping[str, Any]) -> SamplingParams:
         params = parse_sampling(dict(sampling))
-        params.check_vocabulary(self.codec.vocab_size)
+        params.check_vocabulary(self.vocab_size)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         return params.model_copy(update={"seed": seed})
 
@@ -153,6 +160,8 @@ class Intake:
     ) -> GenerateRequest:
         if not token_ids:
             raise InvalidRequest(path, "must not be empty: it has no tokens")
+        if max(token_ids) >= self.vocab_size:
+            raise InvalidRequest(path, f"has token {max(token_ids)}, which the model does not know")
         room = self.max_model_len - len(token_ids)
         if room < 1:
             raise InvalidRequest(

@@ -157,4 +157,5 @@ def _worker_status(view: WorkerView) -> kvferry_pb2.WorkerStatus:
         waiting=load.waiting,
         steps=load.steps,
         session_address=view.address,
+        reason=view.reason,
     )

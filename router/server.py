@@ -20,7 +20,12 @@ class ApiServer:
     """gRPC and HTTP in front of one engine."""
 
     def __init__(
-        self, config: Config, engine: TokenEngine, codec: TextCodec, max_model_len: int
+        self,
+        config: Config,
+        engine: TokenEngine,
+        codec: TextCodec,
+        max_model_len: int,
+        model_vocab_size: int | None = None,
     ) -> None:
         self._engine = engine
         self._grace_s = config.cluster.stop_timeout_s
@@ -31,6 +36,7 @@ class ApiServer:
             model_name=config.model.name,
             max_model_len=max_model_len,
             config=config.router,
+            model_vocab_size=model_vocab_size,
         )
         self._grpc_address = parse_address(config.router.grpc)
         self._http_address = parse_address(config.router.http)

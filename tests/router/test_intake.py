@@ -119,3 +119,21 @@ def test_model(intake: Intake) -> None:
 )
 def test_request_ids(given: str, echoed: str) -> None:
     assert safe_request_id(given) == echoed
+
+
+async def test_tokens_that_the_model_lacks_are_refused_however_they_come() -> None:
+    """A tokenizer may know more ids than the embedding has rows."""
+    intake = Intake(
+        ByteCodec(),
+        model_name=MODEL,
+        max_model_len=100,
+        config=RouterConfig(),
+        model_vocab_size=100,
+    )
+    for prompt, where in (("z", "prompt"), ([121], "prompt[0]")):
+        with pytest.raises(InvalidRequest) as refused:
+            await intake.completion(prompt, {})
+        assert refused.value.field == where
+    with pytest.raises(InvalidRequest, match="messages"):
+        await intake.chat([{"role": "user", "content": "a"}], {})
+    assert await intake.completion("A", {})
