@@ -204,6 +204,10 @@ class BlockPool:
             elif self._states[block] is BlockState.CACHED:
                 self._index.offer(block)
 
+    def is_fenced(self, fence: Hashable) -> bool:
+        """Whether this fence pins any block."""
+        return fence in self._fences
+
     @property
     def num_fences(self) -> int:
         """Fences that pin at least one block."""

@@ -29,6 +29,7 @@ from kvferry.engine.first_token import FirstToken, report_first_token
 from kvferry.engine.plan import StepPlan, StepResult
 from kvferry.engine.ports import Gate, RouterPort, key_message, send_failed
 from kvferry.engine.sequences import Received, Sequences, State, WorkerSequence
+from kvferry.engine.specs import spec_fault
 from kvferry.kv_transfer.jobs import ReceiveClosed, ReceiveDone, ReceiveFailed, ReceiveJob
 from kvferry.kv_transfer.plan import Span
 from kvferry.kv_transfer.wire import block_table
@@ -149,7 +150,9 @@ class DecodeRole:
         key = AttemptKey(port.incarnation, RequestId(reserve.key.request), reserve.key.attempt)
         if not self.sequences.supersede(key, self.end):
             return send_failed(port, key, "stale", "a later attempt is running")
-        reason = self._ledger.never_fits(len(reserve.sequence.token_ids))
+        reason = self._ledger.never_fits(len(reserve.sequence.token_ids)) or spec_fault(
+            reserve.key, reserve.sequence, self.sequences.vocab_size
+        )
         full = len(self._waiting) >= self._reserve_queue
         if reason is not None or full:
             refused = pb.Refused(
@@ -221,6 +224,9 @@ class DecodeRole:
         key = AttemptKey(port.incarnation, RequestId(start.key.request), start.key.attempt)
         seq = self.sequences.get(key)
         if seq is None or seq.state is not State.RESERVED or seq.local:
+            return
+        if start.token_id >= self.sequences.vocab_size:
+            self._fail([seq], f"first token {start.token_id} is not in the vocabulary")
             return
         seq.first_token = start.token_id
         seq.started_s = self.sequences.clock()

@@ -19,3 +19,5 @@ class Backend:
     eos_token_ids: tuple[int, ...]
     root: BlockHash
     """Root of the block hash chain."""
+    vocab_size: int = 2**31 - 1
+    """Token ids that the model knows are below it."""

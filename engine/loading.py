@@ -44,6 +44,7 @@ def load_backend(
         max_model_len=spec.max_model_len,
         eos_token_ids=spec.eos_token_ids,
         root=root_hash(HASH_SCHEME, weights_digest(folder), "", model.dtype, flavour),
+        vocab_size=spec.vocab_size,
     )
 
 

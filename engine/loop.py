@@ -114,7 +114,7 @@ class StepLoop:
         return pb.Load(
             running=running,
             waiting=waiting,
-            waiting_tokens=waiting_tokens,
+            waiting_tokens=max(0, waiting_tokens),  # a row may be changing hands
             free=blocks.free,
             reserved=blocks.reserved,
             in_use=blocks.in_use,
@@ -149,6 +149,8 @@ class StepLoop:
                 self.role.transferred(event)
 
     def _from_router(self, port: RouterPort, message: pb.RouterMessage) -> None:
+        if self.role.ports.get(port.incarnation) is not port:
+            return  # its session has ended: nothing would end what this begins
         sequences = self.role.sequences
         kind = message.WhichOneof("kind")
         if kind == "cancel":
@@ -179,6 +181,10 @@ class StepLoop:
             send_failed(seq.port, seq.key, "deadline", "lease or deadline ended")
 
     def _session_opened(self, port: RouterPort) -> None:
+        earlier = self.role.ports.get(port.incarnation)
+        if earlier is not None:
+            # Its router has connected again before this end noticed: what it asked for is stale.
+            self._session_closed(earlier)
         self._send_cache_deltas()  # to the others: the snapshot already holds these
         self.role.ports[port.incarnation] = port
         hashes = self.role.sequences.pool.snapshot()

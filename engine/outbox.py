@@ -39,7 +39,7 @@ class Outbox:
 
     def send(self, message: pb.WorkerMessage) -> None:
         with self._lock:
-            if self._closed:
+            if self._closed or self.overflowed:
                 return
             was_empty = not (self._replies or self._deltas or self._load)
             self._put(message)

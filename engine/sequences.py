@@ -105,12 +105,14 @@ class Sequences:
         root: BlockHash,
         clock: Callable[[], float],
         lease_s: float,
+        vocab_size: int,
     ) -> None:
         self.table = table
         self.pool = pool
         self.root = root
         self.clock = clock
         self.lease_s = lease_s
+        self.vocab_size = vocab_size
         self.by_row: dict[int, WorkerSequence] = {}
         self._live: dict[tuple[Incarnation, int], WorkerSequence] = {}
 
@@ -127,8 +129,10 @@ class Sequences:
 
     def supersede(self, key: AttemptKey, end: Callable[[WorkerSequence], None]) -> bool:
         """Make way: ``end`` an earlier attempt of the same request. False: ``key`` is the stale
-        one.
+        one, or its blocks are still fenced since it ended.
         """
+        if self.pool.is_fenced(key):
+            return False
         seq = self._live.get((key.router, key.request))
         if seq is None:
             return True

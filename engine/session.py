@@ -1,9 +1,9 @@
 """The worker's end of the session: one bidirectional stream per router.
 
 The reader only posts what arrives to the step loop, so no client can stop it; the writer only
-drains the outbox. A session ends when its stream ends, when nothing was heard for ``silence_s``, or
-when the router lags beyond the outbox's bound; with it end all sequences of that router on this
-worker.
+drains the outbox. A session ends when its stream ends, when nothing was heard for ``silence_s``,
+when the router takes no message for that long or lags beyond the outbox's bound; with it end all
+sequences of that router on this worker.
 """
 
 from __future__ import annotations
@@ -68,14 +68,15 @@ class SessionServer(worker_pb2_grpc.WorkerServicer):
 
     async def Session(
         self, request_iterator: AsyncIterator[pb.RouterMessage], context: RouterStream
-    ) -> AsyncIterator[pb.WorkerMessage]:
+    ) -> None:
+        # Written as a coroutine, not a generator, whose writes could wait for ever.
         await self._authenticate(context)
         first = await self._read(request_iterator)
         hello = first.hello if first is not None else pb.RouterHello()
         if hello.protocol != PROTOCOL:
             reason = f"a hello in protocol {PROTOCOL} must come first"
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, reason)
-        yield pb.WorkerMessage(hello=self._hello)
+        await self._write(context, pb.WorkerMessage(hello=self._hello))
         waker = _Waker()
         outbox = Outbox(Incarnation(hello.incarnation), waker.wake)
         self._loop.post(SessionOpened(outbox))
@@ -85,7 +86,9 @@ class SessionServer(worker_pb2_grpc.WorkerServicer):
                 if await waker.wait(self._settings.beat_s):
                     outbox.send(pb.WorkerMessage(load=self._loop.load()))
                 while (message := outbox.take()) is not None:
-                    yield message
+                    await self._write(context, message)
+        except TimeoutError:
+            log.warning("router %016x takes no messages", outbox.incarnation)
         finally:
             reader.cancel()
             outbox.close()
@@ -100,6 +103,11 @@ class SessionServer(worker_pb2_grpc.WorkerServicer):
                 self._loop.post(FromRouter(outbox, message))
         finally:
             waker.wake()
+
+    async def _write(self, context: RouterStream, message: pb.WorkerMessage) -> None:
+        """Raises TimeoutError when the router does not take it."""
+        async with asyncio.timeout(self._settings.silence_s):
+            await context.write(message)
 
     async def _read(self, stream: AsyncIterator[pb.RouterMessage]) -> pb.RouterMessage | None:
         """The next message; None when the stream ended or was silent for too long."""

@@ -16,11 +16,13 @@ from __future__ import annotations
 from typing import Protocol
 
 from kvferry.cache.hashing import chain_hashes
+from kvferry.core.errors import ProtocolError
 from kvferry.core.ids import AttemptKey, Incarnation, LeaseId, RequestId
 from kvferry.engine.first_token import FirstToken, report_first_token
 from kvferry.engine.plan import StepPlan, StepResult
 from kvferry.engine.ports import RouterPort, send_failed
 from kvferry.engine.sequences import Sequences, State, WorkerSequence
+from kvferry.engine.specs import spec_fault
 from kvferry.kv_transfer.jobs import SendAborted, SendDone, SendFailed, SendJob
 from kvferry.kv_transfer.plan import Span
 from kvferry.kv_transfer.wire import block_table, layout_from_message
@@ -60,7 +62,10 @@ class PrefillRole:
         key = AttemptKey(port.incarnation, RequestId(prefill.key.request), prefill.key.attempt)
         if not self.sequences.supersede(key, self.end):
             return send_failed(port, key, "stale", "a later attempt is running")
-        reason = self._admission.never_fits(len(prefill.sequence.token_ids))
+        reason = self._admission.never_fits(len(prefill.sequence.token_ids)) or spec_fault(
+            prefill.key, prefill.sequence, self.sequences.vocab_size
+        )
+        reason = reason or _target_fault(prefill)
         if reason is not None:
             return send_failed(port, key, "refused", reason)
         if not self._take(port, key, prefill):
@@ -144,3 +149,17 @@ class PrefillRole:
             blocks=block_table(self.sequences.pool, seq.blocks),
             chain_hash=full[-1] if full else self.sequences.root,
         )
+
+
+def _target_fault(prefill: pb.Prefill) -> str | None:
+    """Why KV could not be sent where the router says, or None."""
+    if not prefill.HasField("target"):
+        return None
+    cached, length = prefill.target.cached_tokens, len(prefill.sequence.token_ids)
+    if cached > length:
+        return f"target: {cached} tokens are cached, the sequence has {length}"
+    try:
+        layout_from_message(prefill.target.layout)
+    except ProtocolError as error:
+        return f"target: {error}"
+    return None

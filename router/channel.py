@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import grpc
 
@@ -20,10 +21,9 @@ class GrpcStream:
         self._call = stub.Session(metadata=((SECRET_KEY, secret),))
 
     async def write(self, message: pb.RouterMessage) -> None:
-        try:
+        # Either error says that the call is over, which the reader sees too.
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             await self._call.write(message)
-        except (grpc.aio.AioRpcError, grpc.aio.UsageError):
-            self._call.cancel()  # the reader sees the end
 
     async def read(self) -> pb.WorkerMessage | None:
         try:

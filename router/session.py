@@ -85,7 +85,9 @@ class WorkerSession:
         self._context.changed()
 
     def send(self, message: pb.RouterMessage) -> None:
-        self._outbox.put_nowait(message)
+        """Dropped without a session: whoever sends has registered, and hears of the loss."""
+        if self.view.routable:
+            self._outbox.put_nowait(message)
 
     async def run(self) -> None:
         """Keep a session up until cancelled."""
@@ -98,7 +100,10 @@ class WorkerSession:
             else:
                 try:
                     await self._serve(stream)
-                except ProtocolError as error:
+                except (
+                    ProtocolError,
+                    ValueError,
+                ) as error:  # ValueError: not in a vocabulary of ours
                     self._lose(str(error), WorkerState.REFUSED)
                     delay_s = self._context.silence_s
                 except TimeoutError:

@@ -1,0 +1,67 @@
+"""What a worker refuses to begin: sequences that no correct router sends.
+
+Checked before anything is reserved, so that a bad message costs one answer and never a step: a
+value outside the tables, or outside the vocabulary, would fail its neighbours in the batch or the
+whole worker.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from kvferry.proto import worker_pb2 as pb
+
+INT32_END = 2**31
+"""Ids and counts are int32 in the tables."""
+
+
+def spec_fault(key: pb.Key, spec: pb.SequenceSpec, vocab_size: int) -> str | None:
+    """What is wrong with a sequence, field first, or None."""
+    sampling, length = spec.sampling, len(spec.token_ids)
+    if key.attempt >= INT32_END:
+        return f"attempt: {key.attempt} is too large"
+    if not 1 <= spec.prompt_len <= length:
+        return f"prompt_len: {spec.prompt_len} is not within the {length} tokens"
+    if length >= spec.prompt_len + sampling.max_tokens:
+        return f"max_tokens: {sampling.max_tokens} leaves nothing to generate"
+    if math.isnan(spec.deadline_s):
+        return "deadline_s: is not a number"
+    return _ids_fault(spec, vocab_size) or _sampling_fault(sampling)
+
+
+def _ids_fault(spec: pb.SequenceSpec, vocab_size: int) -> str | None:
+    sampling = spec.sampling
+    # Sampling ignores ids that the model lacks; its embedding cannot.
+    for name, ids, end in (
+        ("token_ids", spec.token_ids, vocab_size),
+        ("stop_token_ids", sampling.stop_token_ids, INT32_END),
+        ("logit_bias", sampling.logit_bias, INT32_END),
+    ):
+        if len(ids) and int(np.fromiter(ids, np.int64, len(ids)).max()) >= end:
+            return f"{name}: a token id is not below {end}"
+    return None
+
+
+def _sampling_fault(sampling: pb.Sampling) -> str | None:
+    for name in ("top_k", "sample_index", "logprobs"):
+        if getattr(sampling, name) >= INT32_END:
+            return f"{name}: {getattr(sampling, name)} is too large"
+    # Written so that NaN is refused too.
+    for name, low, high in (
+        ("temperature", 0.0, math.inf),
+        ("top_p", 0.0, 1.0),
+        ("min_p", 0.0, 1.0),
+        ("presence_penalty", -math.inf, math.inf),
+        ("frequency_penalty", -math.inf, math.inf),
+        ("repetition_penalty", 0.0, math.inf),
+    ):
+        value = getattr(sampling, name)
+        if not (math.isfinite(value) and low <= value <= high):
+            return f"{name}: {value} is out of range"
+    if not sampling.repetition_penalty > 0:
+        return "repetition_penalty: must be above 0"
+    if not all(map(math.isfinite, sampling.logit_bias.values())):
+        return "logit_bias: a bias is not finite"
+    return None
