@@ -129,7 +129,7 @@ def _end(process: Any, pipe: Connection) -> None:
     process.join()
 
 
-def _smaps(pid: int | str) -> str:
+def _smaps(pid: int | str | None) -> str:
     return Path(f"/proc/{pid}/smaps").read_text(encoding="utf-8", errors="replace")
 
 

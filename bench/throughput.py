@@ -102,7 +102,8 @@ def rate_rows(
 ) -> list[dict[str, Scalar]]:
     """One row per quantity and engine; shares are of the machine's limits in the same run."""
     rows = []
-    for what in (PREFILL, *sizes.batches):
+    quantities: list[str | int] = [PREFILL, *sizes.batches]
+    for what in quantities:
         best_peer = max((peer.median(what) for peer in peers), default=0.0)
         for rates in (ours, *peers):
             if not rates.values(what):
