@@ -80,6 +80,7 @@ def root(**changes: object) -> BlockHash:
 
 
 def test_every_field_of_the_root_matters() -> None:
+    """B010."""
     roots = [
         root(),
         root(scheme_version=2),

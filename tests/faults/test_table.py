@@ -16,6 +16,7 @@ def test_every_row_names_a_test_that_exists() -> None:
     for label, path, function in rows:
         source = (ROOT / "tests" / path).read_text(encoding="utf-8")
         assert not function or f"def {function}(" in source, (label, path, function)
+        assert label in source, f"{path} does not name {label}"
 
 
 def test_every_fault_test_stands_in_the_table() -> None:

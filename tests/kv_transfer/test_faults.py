@@ -162,6 +162,7 @@ def test_a_lost_acknowledgement_is_given_again(make_pair) -> None:
 
 
 def test_headers_that_never_arrive_fail_the_attempt(make_pair) -> None:
+    """B009."""
     pair = make_pair(wrap=tampered(on(Header, lambda *_: 0)), progress_timeout_s=0.2)
     pair.expect()
     pair.send()
@@ -284,6 +285,7 @@ def test_a_second_attempt_on_a_lease_in_use_is_refused(make_pair) -> None:
 
 
 def test_a_deadline_needs_no_traffic(make_pair) -> None:
+    """B001."""
     pair = make_pair()
     pair.expect(deadline_s=time.monotonic() + 0.1)
     event = pair.received.next()
@@ -313,6 +315,7 @@ def test_other_content_than_expected_is_refused(make_pair) -> None:
 
 
 def test_a_receiver_that_left_is_forgotten_and_its_successor_found(make_pair) -> None:
+    """B006."""
     pair = make_pair()
     assert_works(pair)
     gone = pair.receiver.endpoint

@@ -103,6 +103,7 @@ def test_held_back_tokens_leave_with_their_text() -> None:
 
 
 def test_logprobs_are_finite_and_stay_with_their_tokens() -> None:
+    """B018."""
     steps = [
         TokenStep((97,), (TokenLogprob(97, -math.inf, ((97, -0.5), (98, math.nan))),)),
         TokenStep((98,), (TokenLogprob(98, -1.5),), FinishReason.LENGTH),

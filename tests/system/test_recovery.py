@@ -92,6 +92,7 @@ async def test_a_link_that_does_not_come_up_fails_the_transfer_and_the_next_one_
 
 
 async def test_sequences_that_outgrow_the_decode_worker_come_back_and_finish() -> None:
+    """B007."""
     # Six sequences of up to 10 + 60 tokens on 24 blocks of 4: at most one fits to its end.
     preempted = 0
     config = local_config(decode={"growth_tokens": 4}, router={"max_attempts": 8})
