@@ -70,6 +70,10 @@ class DecodeBatch:
         if self._gate.shut:
             decoding = [seq for seq in decoding if not self._gate.holds(seq.state, seq.key)]
             prompts = [seq for seq in prompts if not self._gate.holds(seq.state, seq.key)]
+        suspect = self._stepper.next_suspect()
+        if suspect is not None:
+            decoding = [seq for seq in decoding if seq is suspect]
+            prompts = [seq for seq in prompts if seq is suspect]
         decoding = decoding[: self._max_seqs]
         counts = share_budget(
             len(decoding), map(self._remaining, prompts), self._max_tokens, self._max_seqs
@@ -95,6 +99,10 @@ class DecodeBatch:
         for first in firsts:
             self.prompts.remove(first.seq)
         return tokens, firsts
+
+    def failed(self) -> list[WorkerSequence]:
+        """The sequences to fail because the step planned last could not be run."""
+        return self._stepper.failed(self.planned)
 
     def discard(self, seq: WorkerSequence) -> None:
         """Take a sequence that has ended out of the batch."""

@@ -120,7 +120,7 @@ class DecodeRole:
         self._fail(self._batch.planned.invalid(result), "its logits are not finite")
 
     def fail_step(self, error: Exception) -> None:
-        self._fail(self._batch.planned.seqs, str(error))
+        self._fail(self._batch.failed(), str(error))
 
     def end(self, seq: WorkerSequence) -> None:
         match seq.state:

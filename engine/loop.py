@@ -50,7 +50,7 @@ class Role(Protocol):
         ...
 
     def fail_step(self, error: Exception) -> None:
-        """The step planned last could not be run: its sequences fail, the worker goes on."""
+        """The step planned last could not be run: whoever caused it fails, the worker goes on."""
         ...
 
     def end(self, seq: WorkerSequence) -> None:

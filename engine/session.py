@@ -66,7 +66,7 @@ class SessionServer(worker_pb2_grpc.WorkerServicer):
         if self._server is not None:
             await self._server.stop(grace=0.5)
 
-    async def Session(
+    async def Session(  # type: ignore[override]
         self, request_iterator: AsyncIterator[pb.RouterMessage], context: RouterStream
     ) -> None:
         # Written as a coroutine, not a generator, whose writes could wait for ever.

@@ -4,6 +4,7 @@ roles.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -13,7 +14,7 @@ import numpy as np
 from kvferry.core.request import FinishReason
 from kvferry.engine.commit import StopRules
 from kvferry.engine.plan import StepPlan, StepResult
-from kvferry.engine.sequences import Sequences, WorkerSequence
+from kvferry.engine.sequences import Sequences, State, WorkerSequence
 from kvferry.engine.table import Rows, build_plan
 
 
@@ -50,6 +51,7 @@ class Stepper:
         self._sequences = sequences
         self._rules = rules
         self._number = 0
+        self._suspects: deque[WorkerSequence] = deque()
 
     def build(self, seqs: list[WorkerSequence], counts: list[int]) -> Step:
         """The step in which ``seqs[i]`` computes its next ``counts[i]`` tokens."""
@@ -60,6 +62,26 @@ class Stepper:
         step = Step(seqs, rows, plan)
         self._rules.add_edits(plan.sampling, step.sampled_rows, self._sequences.by_row)
         return step
+
+    def failed(self, step: Step) -> list[WorkerSequence]:
+        """The sequences to fail after a step that could not be run.
+
+        Of several any one may be the cause: none fails yet, and each is tried again by itself, so
+        that one poisonous request does not take its neighbours with it. A step that was not run
+        has changed nothing but KV that will be written again.
+        """
+        if len(step.seqs) == 1:
+            return step.seqs
+        self._suspects.extend(step.seqs)
+        return []
+
+    def next_suspect(self) -> WorkerSequence | None:
+        """The sequence that must make up the next step alone, if any must."""
+        while self._suspects:
+            seq = self._suspects.popleft()
+            if seq.state is not State.CLOSED:
+                return seq
+        return None
 
     def settle(self, step: Step, result: StepResult) -> dict[int, FinishReason]:
         """Take in new KV and new tokens. Returns sampled index -> reason for what has ended.

@@ -32,9 +32,7 @@ def build_parts(
 ) -> EngineParts:
     blocks = BlockPool(backend.kv.num_blocks, prefix_cache=pool.prefix_cache)
     table = SequenceTable(pool.max_batch_seqs, backend.max_model_len, pool.block_size)
-    sequences = Sequences(
-        table, blocks, backend.root, clock, lease_s, backend.vocab_size
-    )
+    sequences = Sequences(table, blocks, backend.root, clock, lease_s, backend.vocab_size)
     return EngineParts(
         blocks, sequences, Stepper(sequences, StopRules(table, backend.eos_token_ids))
     )

@@ -33,6 +33,9 @@ class PrefillBatch:
         prompts = self.prompts
         if self._gate.shut:
             prompts = [seq for seq in prompts if not self._gate.holds(seq.state, seq.key)]
+        suspect = self._stepper.next_suspect()
+        if suspect is not None:
+            prompts = [seq for seq in prompts if seq is suspect]
         if not prompts:
             return None
         counts = share_budget(map(self._remaining, prompts), self._max_tokens, self._max_seqs)
@@ -53,6 +56,10 @@ class PrefillBatch:
         for first in done:
             self.prompts.remove(first.seq)
         return done
+
+    def failed(self) -> list[WorkerSequence]:
+        """The sequences to fail because the step planned last could not be run."""
+        return self._stepper.failed(self.planned)
 
     @property
     def planned(self) -> Step:

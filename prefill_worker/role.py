@@ -93,7 +93,7 @@ class PrefillRole:
         self._fail(self._batch.planned.invalid(result), "its logits are not finite")
 
     def fail_step(self, error: Exception) -> None:
-        self._fail(self._batch.planned.seqs, str(error))
+        self._fail(self._batch.failed(), str(error))
 
     def end(self, seq: WorkerSequence) -> None:
         if seq.state is State.TRANSFERRING:

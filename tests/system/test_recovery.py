@@ -62,6 +62,31 @@ async def test_a_step_that_fails_costs_an_attempt_and_no_token() -> None:
         await system.settled()
 
 
+@pytest.mark.parametrize("roles", ["1P1D", "both"])
+async def test_a_poisonous_request_does_not_take_its_neighbours_with_it(roles: str) -> None:
+    prompts = [[i, 1, 2, 3] for i in range(6)]
+    wanted = [expected(prompt, 8) for prompt in prompts]
+    poison = next(t for t in range(6, VOCAB_SIZE) if not any(t in answer for answer in wanted))
+
+    def choke(plan: StepPlan) -> None:
+        if poison in plan.token_ids:
+            raise RuntimeError("the device cannot stomach this")
+
+    config = local_config()
+    if roles == "both":
+        config = local_config(prefill={"workers": 0}, decode={"role": "both"})
+    async with local_system(
+        config, lambda size: fake_backend(size, before_execute=choke)
+    ) as system:
+        bad = asyncio.create_task(system.generate([1, poison, 2]))
+        answers = await asyncio.gather(*(system.generate(prompt) for prompt in prompts))
+        assert answers == wanted
+        with pytest.raises(AttemptFailed, match="cannot stomach"):
+            await bad
+        assert [timeline.attempts for timeline in system.timelines[1:]] == [1] * len(prompts)
+        await system.settled()
+
+
 async def test_attempts_without_progress_are_bounded() -> None:
     def fail(plan: StepPlan) -> None:
         raise RuntimeError("the device is gone")
