@@ -3,7 +3,8 @@
 Every pair of values of {block size on P, block size on D, chunk, family} is covered for separate
 pools, and every pair of {block size, chunk} for the colocated one. In each setting, prompts of one
 to three blocks of either side, give or take a token, follow prefixes that are cached on both sides,
-on one, or not at all.
+on one, or not at all. B013: a prefix that ends inside a block of the other side is continued
+exactly where it ends.
 """
 
 from __future__ import annotations
