@@ -36,9 +36,7 @@ class SamplingParams(BaseModel):
     temperature: float = Field(
         1.0, ge=0.0, le=100.0, allow_inf_nan=False, description="0 is greedy."
     )
-    top_k: int = Field(
-        0, ge=0, lt=2**31, description="Keep the k most likely tokens; 0 keeps all."
-    )
+    top_k: int = Field(0, ge=0, lt=2**31, description="Keep the k most likely tokens; 0 keeps all.")
     top_p: float = Field(1.0, gt=0.0, le=1.0, allow_inf_nan=False)
     min_p: float = Field(0.0, ge=0.0, le=1.0, allow_inf_nan=False)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64, description="None: the router draws one.")

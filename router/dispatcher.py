@@ -20,6 +20,9 @@ from kvferry.router.progress import Progress
 from kvferry.router.session import WorkerSession
 from kvferry.router.workers import Role, WorkerView
 
+BUSY_PAUSE_S = 0.01
+"""Workers that were all busy are not asked more often than this, per request."""
+
 
 @dataclass(slots=True, eq=False)
 class _Waiter:
@@ -47,15 +50,13 @@ class Dispatcher:
 
     def unavailable(self) -> str:
         """Why no request could be served now, however long it waited; empty when one could."""
-        for session in self.sessions:
-            view = session.view
-            if view.routable and view.role is Role.BOTH:
-                return ""
-        for role in (Role.PREFILL, Role.DECODE):
+        colocated = any(session.view.role is Role.BOTH for session in self.sessions)
+        for role in (Role.BOTH,) if colocated else (Role.PREFILL, Role.DECODE):
             views = [s.view for s in self.sessions if s.view.role is role]
             if not any(view.routable for view in views):
                 reasons = "; ".join(f"{v.worker_id or v.address} {v.reason}" for v in views)
-                return f"no {role} worker: {reasons or 'none is configured'}"
+                name = "" if role is Role.BOTH else f"{role} "
+                return f"no {name}worker: {reasons or 'none is configured'}"
         return ""
 
     async def choose(self, progress: Progress, timeline: Timeline) -> Pair:
@@ -81,19 +82,22 @@ class Dispatcher:
             # Soon, not now: the caller enters its pair first, and is counted.
             loop.call_soon(self.pump)
 
-    async def another_prefill(self, progress: Progress, busy: WorkerSession) -> WorkerSession:
-        """A prefill worker with room: another than ``busy``, or that one after something moved."""
-        avoid: WorkerSession | None = busy
+    async def another_prefill(self, progress: Progress, busy: set[WorkerSession]) -> WorkerSession:
+        """A prefill worker with room that is none of ``busy``; all are asked again, and ``busy``
+        is emptied, after something moved.
+        """
         while True:
             self._refuse_when_hopeless()
-            ready = [s for s in self._able_to_prefill() if s is not avoid]
+            ready = [s for s in self._able_to_prefill() if s not in busy]
             if ready:
                 candidates = self._candidates(progress, ready, by_tokens=True)
                 number, _ = self._policy.choose(len(progress.tokens), candidates, candidates)
                 return self._session(number)
             self._moved.clear()
             await self._moved.wait()
-            avoid = None
+            # It may have been the count of another request that waits like this one.
+            await asyncio.sleep(BUSY_PAUSE_S)
+            busy.clear()
 
     def pump(self) -> None:
         """Hand the front of the queue a pair if there is room, or its refusal if none can come.

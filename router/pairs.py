@@ -22,8 +22,8 @@ from kvferry.router.progress import Progress
 from kvferry.router.session import WorkerSession, token_logprob
 from kvferry.router.side import Side
 
-AnotherPrefill = Callable[[Progress, WorkerSession], Awaitable[WorkerSession]]
-"""Waits for a prefill worker that may take the prompt after the given one was busy."""
+AnotherPrefill = Callable[[Progress, set[WorkerSession]], Awaitable[WorkerSession]]
+"""Waits for a prefill worker that may take the prompt after the given ones were busy."""
 
 
 class Pair(Protocol):
@@ -122,6 +122,7 @@ class RemotePair:
         self._prefill = Side(prefill, progress, self._attempt.mailbox)
         self._decode = Side(decode, progress, self._attempt.mailbox)
         self._another_prefill = another_prefill
+        self._busy: set[WorkerSession] = set()
         self._target = pb.Target()
 
     async def __aenter__(self) -> Self:
@@ -168,7 +169,8 @@ class RemotePair:
         attempt = self._attempt
         self._prefill.over = True
         self._prefill.release()
-        session = await self._another_prefill(attempt.progress, self._prefill.session)
+        self._busy.add(self._prefill.session)
+        session = await self._another_prefill(attempt.progress, self._busy)
         self._prefill = Side(session, attempt.progress, attempt.mailbox)
         self._prefill.claim_prompt(len(attempt.spec.token_ids))
         self._prefill.prefill(attempt.spec, self._target)
