@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from typing import TypeVar
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from kvferry.core.config import Config
@@ -85,7 +85,7 @@ def _init(config: Config, clean: str) -> None:
             logging_level="error",
             **own,
         )
-    except (ConnectionError, RayError, RuntimeError, ValueError) as error:
+    except Exception as error:  # Ray raises that very class when one of its parts is not up in time
         raise StartupError(f"cluster.ray_address {address}: Ray does not start: {error}") from None
 
 

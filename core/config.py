@@ -219,7 +219,8 @@ def load_config(path: Path | None, overrides: dict[str, Any] | None = None) -> C
         except OSError as error:
             raise ConfigError(str(path), f"cannot be read: {error.strerror}") from None
         except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ConfigError(str(path), f"is not valid YAML: {error}") from None
+            reason = " ".join(str(error).split())
+            raise ConfigError(str(path), f"is not valid YAML: {reason}") from None
     if not isinstance(values, dict):
         raise ConfigError(str(path), "must hold a mapping of sections")
     for dotted, value in (overrides or {}).items():

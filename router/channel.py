@@ -53,4 +53,7 @@ class GrpcDial:
         except TimeoutError:
             await channel.close()
             raise ConnectionError(f"{address} does not answer") from None
+        except asyncio.CancelledError:
+            await channel.close()
+            raise
         return GrpcStream(channel, self._secret)

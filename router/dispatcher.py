@@ -83,12 +83,16 @@ class Dispatcher:
             loop.call_soon(self.pump)
 
     async def another_prefill(self, progress: Progress, busy: set[WorkerSession]) -> WorkerSession:
-        """A prefill worker with room that is none of ``busy``; all are asked again, and ``busy``
-        is emptied, after something moved.
+        """A prefill worker that is none of ``busy``; all are asked again, and ``busy`` is emptied,
+        after something moved.
+
+        Only the worker itself says no: prompts counted there may wait for the blocks on the decode
+        side that the asking request holds, so that to wait for their count could be for ever.
         """
         while True:
             self._refuse_when_hopeless()
-            ready = [s for s in self._able_to_prefill() if s not in busy]
+            prefill = [s for s in self.sessions if s.view.role is Role.PREFILL]
+            ready = [s for s in prefill if s.view.routable and s not in busy]
             if ready:
                 candidates = self._candidates(progress, ready, by_tokens=True)
                 number, _ = self._policy.choose(len(progress.tokens), candidates, candidates)

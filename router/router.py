@@ -65,8 +65,13 @@ class Router:
     def replace(self, old_address: str, new_address: str) -> None:
         """A worker has been started again elsewhere; its session follows."""
         for session in self._dispatcher.sessions:
-            if session.view.address == old_address:
-                session.view.address = new_address
+            view = session.view
+            if view.address == old_address:
+                view.address = new_address
+                if not view.routable:
+                    # Without waiting for the old address to answer: nobody is there.
+                    self._tasks[view.number].cancel()
+                    self._tasks[view.number] = asyncio.create_task(session.run())
 
     async def wait_ready(self, timeout_s: float) -> None:
         """Return when requests can be served. Raises TimeoutError with the reason."""

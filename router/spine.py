@@ -21,7 +21,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from kvferry.core.errors import AttemptFailed, Unavailable
+from kvferry.core.errors import AttemptFailed, Overloaded, Unavailable
 from kvferry.core.ids import RequestId
 from kvferry.core.request import GenerateRequest, Timeline, TokenStep
 from kvferry.router.dispatcher import Dispatcher
@@ -30,6 +30,9 @@ from kvferry.router.progress import Progress
 log = logging.getLogger(__name__)
 
 RETRY_DELAY_S = 0.05
+REVIVAL_S = 30.0
+"""A request that was dispatched once waits this long for its workers to be started again."""
+REVIVAL_CHECK_S = 0.2
 
 
 class Spine:
@@ -47,7 +50,7 @@ class Spine:
         """One choice, through as many attempts as it takes. See ``router.engine.TokenEngine``."""
         progress = Progress(request, sample_index, RequestId(next(self._numbers)))
         watch = _Stopwatch(timeline)
-        failures = 0
+        patience = _Patience(self._max_attempts)
         self.running += 1
         try:
             while True:
@@ -56,7 +59,7 @@ class Spine:
                         async for step in steps:
                             progress.add(step)
                             watch.saw(step)
-                            failures = 0
+                            patience.renew()
                             yield step
                     return
                 except Unavailable as error:
@@ -64,11 +67,11 @@ class Spine:
                     # back.
                     if progress.attempt == 1 and not isinstance(error, AttemptFailed):
                         raise
-                    failures += 1
                     log.warning("request %d.%d: %s", progress.number, progress.attempt, error)
-                    if failures >= self._max_attempts:
+                    delay_s = patience.delay_s(error)
+                    if delay_s is None:
                         raise
-                    await asyncio.sleep(RETRY_DELAY_S * 2 ** (failures - 1))
+                    await asyncio.sleep(delay_s)
         finally:
             self.running -= 1
 
@@ -82,6 +85,33 @@ class Spine:
             yield await pair.prefill()
             while (step := await pair.decode()) is not None:
                 yield step
+
+
+class _Patience:
+    """How often, and how long, a request goes on without progress."""
+
+    def __init__(self, max_attempts: int) -> None:
+        self._max_attempts = max_attempts
+        self._failures = 0
+        self._alone_since_s: float | None = None
+
+    def renew(self) -> None:
+        """A token came."""
+        self._failures = 0
+        self._alone_since_s = None
+
+    def delay_s(self, error: Unavailable) -> float | None:
+        """How long to wait before the next attempt; None when there shall be none."""
+        if isinstance(error, AttemptFailed | Overloaded):
+            self._failures += 1
+            if self._failures >= self._max_attempts:
+                return None
+            return RETRY_DELAY_S * 2.0 ** (self._failures - 1)
+        # There is no worker, so that nothing was dispatched: what counts is time.
+        now = time.monotonic()
+        if self._alone_since_s is None:
+            self._alone_since_s = now
+        return REVIVAL_CHECK_S if now - self._alone_since_s < REVIVAL_S else None
 
 
 class _Stopwatch:

@@ -13,13 +13,22 @@ from functools import partial
 import pytest
 from fake_engine_model import VOCAB_SIZE, expected
 from gates import HoldAt, eventually
-from local_system import LocalSystem, fake_backend, local_config, local_system
+from local_system import (
+    LocalDial,
+    LocalStream,
+    LocalSystem,
+    Worker,
+    fake_backend,
+    local_config,
+    local_system,
+)
 from second_router import second_router
 
 from kvferry.core.errors import Unavailable
 from kvferry.engine.backend import Backend
 from kvferry.router.dispatcher import BUSY_PAUSE_S
-from kvferry.router.router import Router
+from kvferry.router.router import Router, WorkerAddress
+from kvferry.router.workers import Role
 
 LAYOUTS = {
     "1P1D": {"prefill": {"workers": 1}, "decode": {"workers": 1}},
@@ -173,8 +182,31 @@ async def test_a_busy_worker_is_not_asked_in_a_hot_loop(workers: int) -> None:
             assert is_idle(other.router)
 
 
-def one_prompt_at_a_time(block_size: int, prefill_block_size: int) -> Backend:
-    return fake_backend(block_size, num_blocks=16 if block_size == prefill_block_size else 64)
+async def test_a_request_with_blocks_does_not_wait_for_one_that_waits_for_them() -> None:
+    """The first is busy at prefill and moves; the next has claimed that worker's look-ahead and
+    waits for the decode side's blocks, which the first one holds.
+    """
+    gate = HoldAt("waiting")
+    config = local_config(prefill={"max_batch_tokens": 64}, decode={"block_size": 8})
+    backend = partial(one_prompt_at_a_time, prefill_block_size=4, others=9)
+    async with local_system(config, backend, prefill_gate=gate) as system:
+        parts = system.workers["prefill-0"].role.sequences
+        async with second_router(system) as (other, _):
+            first = asyncio.create_task(other.generate([1] * 50, max_tokens=1))
+            await eventually(lambda: len(parts) == 1)
+            rest = [asyncio.create_task(system.generate([i] * 64, max_tokens=2)) for i in (2, 3)]
+            view = system.router._dispatcher.sessions[0].view
+            await eventually(lambda: view.prefill_tokens > 0 and system.held() > 13)
+            await asyncio.sleep(0.1)
+            gate.open()
+            async with asyncio.timeout(10):
+                assert await asyncio.gather(*rest) == [expected([i] * 64, 2) for i in (2, 3)]
+            await first
+            assert is_idle(system.router)
+
+
+def one_prompt_at_a_time(block_size: int, prefill_block_size: int, others: int = 64) -> Backend:
+    return fake_backend(block_size, num_blocks=16 if block_size == prefill_block_size else others)
 
 
 async def test_colocated_workers_that_are_gone_are_named() -> None:
@@ -184,3 +216,55 @@ async def test_colocated_workers_that_are_gone_are_named() -> None:
         system.dial.streams["both-0"].cut()
         await eventually(lambda: not system.router.ready()[0])
         assert system.router.ready()[1].startswith("no worker: both-0 ")
+
+
+@pytest.mark.parametrize("worker", ["prefill-0", "decode-0", "both-0"])
+async def test_a_request_outlives_the_restart_of_its_only_worker(worker: str) -> None:
+    """A worker takes seconds to load its model, far longer than a few quick attempts."""
+    gate = HoldAt("prefilling" if worker == "both-0" else "decoding")
+    sections = {"prefill": {"workers": 0}, "decode": {"role": "both"}} if "both" in worker else {}
+    async with local_system(local_config(**sections), decode_gate=gate) as system:
+        prompt = list(range(30))
+        answer = asyncio.create_task(system.generate(prompt, max_tokens=20))
+        await gate.reached()
+        workers = system.dial.workers
+        system.dial.workers = {}
+        for stream in system.dial.streams.values():
+            stream.cut()
+        gate.open()
+        await eventually(lambda: not system.router.ready()[0])
+        await asyncio.sleep(1.0)  # four attempts without a pause to speak of would be over
+        assert not answer.done()
+        assert is_idle(system.router) or system.router.status().running == 1
+        system.dial.workers = workers
+        assert await answer == expected(prompt, 20)
+        await eventually(lambda: is_idle(system.router))
+        await system.settled()
+
+
+class Unanswered(LocalDial):
+    """Where no worker is, nobody refuses either."""
+
+    def __init__(self, workers: dict[str, Worker]) -> None:
+        super().__init__(workers)
+        self.tries: list[str] = []
+
+    async def __call__(self, address: str) -> LocalStream:
+        self.tries.append(address)
+        while address not in self.workers:
+            await asyncio.Event().wait()
+        return await super().__call__(address)
+
+
+async def test_a_session_follows_a_moved_worker_and_does_not_wait_for_its_old_address() -> None:
+    async with local_system(local_config()) as system:
+        dial = Unanswered(dict(system.workers))
+        router = Router(system.config, dial)
+        router.connect([WorkerAddress(Role(name.split("-")[0]), name) for name in dial.workers])
+        await router.wait_ready(20)
+        dial.workers["decode-9"] = dial.workers.pop("decode-0")
+        dial.streams["decode-0"].cut()
+        await eventually(lambda: dial.tries.count("decode-0") == 2)
+        router.replace("decode-0", "decode-9")
+        await router.wait_ready(20)
+        await router.close()
