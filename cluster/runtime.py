@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import tempfile
 from collections.abc import AsyncIterator, Awaitable
@@ -18,6 +19,9 @@ from kvferry.core.errors import KvferryError, StartupError
 
 T = TypeVar("T")
 
+log = logging.getLogger(__name__)
+
+START_TRIES = 4
 OBJECT_STORE_BYTES = 80 << 20
 """Ray's least: KV and tokens never go through its object store."""
 NAMESPACE = "kvferry"
@@ -76,17 +80,26 @@ def _init(config: Config, clean: str) -> None:
         cpus = sum(bundle["CPU"] for bundle in bundles(config))
         own = {"num_cpus": cpus, "object_store_memory": OBJECT_STORE_BYTES}
         own["include_dashboard"] = False
-    try:
-        # Without a working_dir of their own, actors would import from the driver's folder.
-        ray.init(
-            address=address,
-            namespace=NAMESPACE,
-            runtime_env={"working_dir": clean},
-            logging_level="error",
-            **own,
-        )
-    except Exception as error:  # Ray raises that very class when one of its parts is not up in time
-        raise StartupError(f"cluster.ray_address {address}: Ray does not start: {error}") from None
+    for left in reversed(range(START_TRIES)):
+        try:
+            # Without a working_dir of their own, actors would import from the driver's folder.
+            ray.init(
+                address=address,
+                namespace=NAMESPACE,
+                runtime_env={"working_dir": clean},
+                logging_level="error",
+                **own,
+            )
+            return
+        except Exception as error:
+            ray.shutdown()
+            reason = " ".join(str(error).split())
+            # Ray waits 30 s for its processes, too little where their programs come from a slow
+            # disk for the first time, and says so in a plain Exception or RuntimeError.
+            if not left or "timed out" not in reason.lower():
+                message = f"cluster.ray_address {address}: Ray does not start: {reason}"
+                raise StartupError(message) from None
+            log.warning("Ray was not up in time; trying again")
 
 
 async def _placed(group: PlacementGroup, config: Config) -> None:
