@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import tempfile
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
@@ -34,7 +34,7 @@ async def ray_runtime(config: Config) -> AsyncIterator[PlacementGroup]:
     The workers of both pools are packed onto one host: their KV moves through shared memory.
     """
     with tempfile.TemporaryDirectory(prefix="kvferry-") as clean:
-        await asyncio.to_thread(_init, config, clean)
+        await asyncio.to_thread(start_ray, config, clean)
         try:
             group = placement_group(bundles(config), strategy="STRICT_PACK")
             await _placed(group, config)
@@ -71,7 +71,8 @@ async def answer(call: Awaitable[T], timeout_s: float, what: str) -> T:
         raise StartupError(f"{what} failed: the worker process died: {error}") from None
 
 
-def _init(config: Config, clean: str) -> None:
+def start_ray(config: Config, clean: str, init: Callable[..., object] = ray.init) -> None:
+    """Start or join Ray, with ``clean`` as its actors' folder. Raises StartupError."""
     # A serving system does not report its use anywhere unless its operator says so.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     address = config.cluster.ray_address
@@ -83,7 +84,7 @@ def _init(config: Config, clean: str) -> None:
     for left in reversed(range(START_TRIES)):
         try:
             # Without a working_dir of their own, actors would import from the driver's folder.
-            ray.init(
+            init(
                 address=address,
                 namespace=NAMESPACE,
                 runtime_env={"working_dir": clean},

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvferry.cluster.runtime import START_TRIES, bundles, start_ray
+from kvferry.core.config import parse_config
+from kvferry.core.errors import StartupError
+
+
+class FakeInit:
+    """A ``ray.init`` that raises what it is given, one per call, and then comes up."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self.errors = list(errors)
+        self.calls: list[dict[str, Any]] = []
+
+    def __call__(self, **options: Any) -> None:
+        self.calls.append(options)
+        if self.errors:
+            raise self.errors.pop(0)
+
+
+SLOW = Exception("The current node timed out during startup.")
+
+
+def test_a_ray_that_is_slow_to_come_up_is_tried_again() -> None:
+    init = FakeInit(SLOW, RuntimeError("Timed out waiting for file gcs_server_port"))
+    start_ray(parse_config({}), "/clean", init)
+    assert len(init.calls) == 3
+    assert init.calls[-1]["runtime_env"] == {"working_dir": "/clean"}
+
+
+def test_tries_are_bounded_and_other_errors_are_final() -> None:
+    slow = FakeInit(*[SLOW] * 100)
+    with pytest.raises(StartupError, match="ray_address local: Ray does not start: .*timed out"):
+        start_ray(parse_config({}), "/clean", slow)
+    assert len(slow.calls) == START_TRIES
+    absent = FakeInit(ConnectionError("no cluster\nhere"))
+    with pytest.raises(StartupError, match="ray_address auto: .*no cluster here"):
+        start_ray(parse_config({"cluster": {"ray_address": "auto"}}), "/clean", absent)
+    assert len(absent.calls) == 1
+
+
+def test_ray_has_room_for_all_workers_whatever_the_host_has() -> None:
+    config = parse_config({"prefill": {"workers": 2, "threads": 3}, "decode": {"threads": 2}})
+    assert bundles(config) == [{"CPU": 3.0}, {"CPU": 3.0}, {"CPU": 2.0}]
+    init = FakeInit()
+    start_ray(config, "/clean", init)
+    assert init.calls[0]["num_cpus"] == 8.0
+    joined = FakeInit()
+    start_ray(parse_config({"cluster": {"ray_address": "auto"}}), "/clean", joined)
+    assert "num_cpus" not in joined.calls[0]
