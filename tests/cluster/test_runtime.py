@@ -34,11 +34,11 @@ def test_a_ray_that_is_slow_to_come_up_is_tried_again() -> None:
 
 def test_tries_are_bounded_and_other_errors_are_final() -> None:
     slow = FakeInit(*[SLOW] * 100)
-    with pytest.raises(StartupError, match="ray_address local: Ray does not start: .*timed out"):
+    with pytest.raises(StartupError, match=r"ray_address local: Ray does not start: .*timed out"):
         start_ray(parse_config({}), "/clean", slow)
     assert len(slow.calls) == START_TRIES
     absent = FakeInit(ConnectionError("no cluster\nhere"))
-    with pytest.raises(StartupError, match="ray_address auto: .*no cluster here"):
+    with pytest.raises(StartupError, match=r"ray_address auto: .*no cluster here"):
         start_ray(parse_config({"cluster": {"ray_address": "auto"}}), "/clean", absent)
     assert len(absent.calls) == 1
 
