@@ -106,3 +106,11 @@ def test_every_key_is_described() -> None:
         return bare
 
     assert walk(Config, "") == []
+
+
+def test_damaged_yaml_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "damaged.yaml"
+    path.write_text("model: [\n")
+    with pytest.raises(ConfigError, match=r"damaged\.yaml: is not valid YAML") as caught:
+        load_config(path)
+    assert "\n" not in str(caught.value)
