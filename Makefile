@@ -51,7 +51,7 @@ types: $(STAMP)
 	MYPYPATH=build/typed $(BIN)/mypy -p kvferry
 
 fast: $(STAMP)
-	$(BIN)/pytest -n 2 --dist loadfile -m 'not cluster and not model and not gpu'
+	$(BIN)/pytest -n 2 --dist loadfile -m 'not cluster and not model and not gpu and not slow'
 
 proto: $(STAMP) ## Regenerate the stubs in proto/
 	$(BIN)/python proto/generate.py

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from sourcetree import ROOT, modules, package_folders, pyproject
 
+pytestmark = pytest.mark.slow
+
 # What a machine without a GPU or RDMA lacks; modules that need it cannot be imported there.
 OPTIONAL = {"triton", "nixl"}
 

@@ -19,6 +19,8 @@ from local_system import LocalSystem, fake_backend, local_config, local_system
 from kvferry.core.request import FinishReason
 from kvferry.proto import kvferry_pb2, kvferry_pb2_grpc
 
+pytestmark = pytest.mark.slow
+
 PROMPT = list(range(10, 31))
 FIRST = expected(PROMPT, 1)[0]
 OTHER_EOS = 95

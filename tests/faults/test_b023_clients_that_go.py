@@ -19,6 +19,8 @@ from second_router import second_router
 from kvferry.engine.backend import Backend
 from kvferry.proto import kvferry_pb2, kvferry_pb2_grpc
 
+pytestmark = pytest.mark.slow
+
 PROMPT = list(range(40, 70))
 BODY = {"prompt": PROMPT, "max_tokens": 90, "temperature": 0, "ignore_eos": True}
 BOTH: dict[str, Any] = {"prefill": {"workers": 0}, "decode": {"role": "both"}}

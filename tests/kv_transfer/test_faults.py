@@ -28,6 +28,8 @@ from kvferry.kv_transfer.messages import (
 from kvferry.kv_transfer.plan import Span
 from kvferry.kv_transfer.receiver import KvReceiver
 
+pytestmark = pytest.mark.slow
+
 Tamper = Callable[["TamperedChannel", Message], int]
 """(channel, message) -> how many times it passes."""
 

@@ -22,6 +22,8 @@ from kvferry.kv_transfer.jobs import Reason, ReceiveDone, ReceiveFailed, SendDon
 from kvferry.kv_transfer.receiver import KvReceiver
 from kvferry.kv_transfer.sender import KvSender
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).with_name("peer_process.py")
 
 

@@ -15,6 +15,8 @@ from kvferry.core.config import RouterConfig
 from kvferry.core.request import TokenStep
 from kvferry.proto import kvferry_pb2, kvferry_pb2_grpc
 
+pytestmark = pytest.mark.slow
+
 
 async def connect(port: int, path: str, body: dict[str, Any]) -> asyncio.StreamWriter:
     """Send a request over a socket of its own and read nothing."""

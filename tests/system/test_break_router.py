@@ -30,6 +30,8 @@ from kvferry.router.dispatcher import BUSY_PAUSE_S
 from kvferry.router.router import Router, WorkerAddress
 from kvferry.router.workers import Role
 
+pytestmark = pytest.mark.slow
+
 LAYOUTS = {
     "1P1D": {"prefill": {"workers": 1}, "decode": {"workers": 1}},
     "2P2D": {"prefill": {"workers": 2}, "decode": {"workers": 2, "block_size": 8}},

@@ -20,6 +20,8 @@ from stalls import StalledConnect
 
 from kvferry.proto import kvferry_pb2, kvferry_pb2_grpc
 
+pytestmark = pytest.mark.slow
+
 PROMPT = list(range(40, 70))
 BODY = {"prompt": PROMPT, "max_tokens": 50, "temperature": 0, "ignore_eos": True}
 DEADLINE_S = 1.5

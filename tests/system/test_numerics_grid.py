@@ -23,6 +23,8 @@ from local_system import LocalSystem, local_config, local_system
 from tiny_models import VOCAB_SIZE
 from tiny_system import TinyModel, make_tiny
 
+pytestmark = pytest.mark.slow
+
 P_BLOCKS, D_BLOCKS, CHUNKS = (1, 3, 4, 16), (1, 2, 8, 16), (1, 5, 16, 64)
 FAMILIES = ("llama", "qwen2", "qwen3", "llama-bias")
 SAMPLINGS: tuple[dict[str, Any], ...] = (

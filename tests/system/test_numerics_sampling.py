@@ -24,6 +24,8 @@ from kvferry.client.client import KvferryClient
 from kvferry.core.request import FinishReason, TokenLogprob
 from kvferry.core.sampling import SamplingParams
 
+pytestmark = pytest.mark.slow
+
 PROMPT = [17, 40, 5, 5, 88, 23, 61, 9, 12, 70, 33]
 NUM_BINS = 20
 CRITICAL = 43.8

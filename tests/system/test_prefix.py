@@ -34,6 +34,8 @@ from kvferry.router.router import Router, WorkerAddress
 from kvferry.router.session import SessionContext, WorkerSession
 from kvferry.router.workers import Role, WorkerState, WorkerView
 
+pytestmark = pytest.mark.slow
+
 POOLS: dict[str, dict[str, dict[str, Any]]] = {
     "PD": {"prefill": {"block_size": 4}, "decode": {"block_size": 4}},
     "PD, blocks 4 and 8": {"prefill": {"block_size": 4}, "decode": {"block_size": 8}},
