@@ -17,6 +17,8 @@ from kvferry.cli.bench import benches
 from kvferry.proto import kvferry_pb2 as pb
 from kvferry.proto import kvferry_pb2_grpc
 
+pytestmark = pytest.mark.slow
+
 KVFERRY = Path(sys.executable).with_name("kvferry")
 
 

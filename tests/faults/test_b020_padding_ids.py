@@ -22,6 +22,8 @@ from kvferry.engine.backend import Backend
 from kvferry.engine.loading import load_backend
 from kvferry.proto import kvferry_pb2, kvferry_pb2_grpc
 
+pytestmark = pytest.mark.slow
+
 TOKENIZER_SIZE = VOCAB_SIZE - 6
 PROMPT = list(range(3, 20))
 BAD_KEYS = [

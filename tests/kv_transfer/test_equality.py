@@ -13,6 +13,8 @@ from kvferry.kv_transfer.jobs import ReceiveDone, SendAborted, SendDone, SendFai
 from kvferry.kv_transfer.messages import MAX_FRAME
 from kvferry.kv_transfer.plan import Span, plan_slabs
 
+pytestmark = pytest.mark.slow
+
 
 @st.composite
 def moves(draw: st.DrawFn) -> dict[str, Any]:

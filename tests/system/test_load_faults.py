@@ -21,6 +21,8 @@ from kvferry.decode_worker.actor import DecodeActor
 from kvferry.models.weight_files import INDEX_FILE
 from kvferry.prefill_worker.actor import PrefillActor
 
+pytestmark = pytest.mark.slow
+
 ROLES = ("prefill", "decode", "both")
 LAYERS, KV_HEADS, HEAD_DIM, MODEL_LEN = 2, 2, 16, 64
 TOKEN_NBYTES = 2 * LAYERS * KV_HEADS * HEAD_DIM * 8

@@ -16,6 +16,8 @@ from kvferry.engine.plan import StepPlan
 from kvferry.kv_transfer.endpoints import connect
 from kvferry.kv_transfer.transport import Channel
 
+pytestmark = pytest.mark.slow
+
 PROMPT = list(range(20, 43))
 
 
