@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 import threading
@@ -13,6 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import settings
+
+# Read once, when Triton is imported. Tests marked gpu run in a process of their own (`make gpu`).
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 settings.register_profile("kvferry", print_blob=True, derandomize=False, deadline=None)
 settings.load_profile("kvferry")

@@ -8,6 +8,7 @@ import re
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -102,10 +103,20 @@ def written_modules() -> list[Module]:
 
 
 def tensor_modules() -> set[str]:
-    """The modules that pyproject.toml lets import torch: the second relaxed list of mypy's."""
+    """The modules that pyproject.toml lets import torch: the second relaxed list of mypy's.
+
+    A pattern stands for those of its modules that do.
+    """
     for override in pyproject()["tool"]["mypy"]["overrides"]:
         if override.get("disallow_subclassing_any") is False:
-            return set(override["module"])
+            patterns = [name for name in override["module"] if name.endswith(".*")]
+            meant = {
+                module.name
+                for module in modules()
+                if any(fnmatch(module.name, pattern) for pattern in patterns)
+                and any(i.target.split(".")[0] in ("torch", "triton") for i in module.imports())
+            }
+            return set(override["module"]) - set(patterns) | meant
     raise LookupError("pyproject.toml has no list of modules that may import torch")
 
 

@@ -1,0 +1,1 @@
+"""What `kvferry bench kernels` compiles, checks and times: a module of cases per kernel."""

@@ -1,0 +1,1 @@
+"""Token embedding with vocabulary shards."""

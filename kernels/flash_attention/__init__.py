@@ -1,0 +1,1 @@
+"""Causal attention of ragged prefill chunks over the paged cache."""

@@ -1,0 +1,1 @@
+"""A matrix product whose rows do not depend on the batch."""

@@ -1,0 +1,1 @@
+"""Root mean square norm, alone or fused with the residual sum before it."""

@@ -1,0 +1,1 @@
+"""From logits to tokens on the GPU: edits, filters, exponential race, verification."""
