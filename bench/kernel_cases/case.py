@@ -57,7 +57,12 @@ class Case:
     peer_goal: float | None = None
     """Least speed over the fastest peer."""
     matrix: bool = False
-    """Whether the compiled code must use the matrix units."""
+    """Whether the compiled code must use the matrix units, in one launch at least."""
+    warp_group: bool = False
+    """Whether tiles have 64 rows or more, so that it must use the large ones where a chip has them:
+    wgmma on sm_90, tcgen05.mma on sm_100. Smaller tiles use mma.sync everywhere."""
+    not_slower_than: str | None = None
+    """Name of another case of the kernel that must take at least as long (FP8 KV beside bf16)."""
     in_ci: bool = False
     """Whether the compile test of CI takes it (a few per kernel: each costs seconds per chip)."""
     spills_allowed: int = 0
