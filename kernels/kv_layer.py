@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from enum import IntEnum
 
 import torch
 
-from kvferry.kernels import language
 from kvferry.kernels.chips import Chip
 
 FLOAT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 QUANTISED_TYPES = (torch.int8, torch.float8_e4m3fn)
+
+
+class CacheKind(IntEnum):
+    """How elements are stored; a constant of the kernels that read or write a cache."""
+
+    FLOAT = 0
+    """float32, bfloat16 or float16: stored as it is computed, no scales."""
+    INT8 = 1
+    """int8 with one float32 scale per token and head."""
+    E4M3 = 2
+    """FP8 E4M3 with one float32 scale per token and head, converted by the chip."""
+    E4M3_BITS = 3
+    """The same bytes, converted with integer operations: for chips that lack the instruction."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,13 +89,13 @@ class KvLayer:
                 )
 
 
-def kind_of(dtype: torch.dtype, chip: Chip) -> Any:
+def kind_of(dtype: torch.dtype, chip: Chip) -> int:
     """The KIND constant for a cache of ``dtype`` on ``chip``."""
     if dtype is torch.int8:
-        return language.INT8.value
+        return CacheKind.INT8.value
     if dtype is torch.float8_e4m3fn:
-        return (language.E4M3 if chip.has_native_e4m3 else language.E4M3_BITS).value
-    return language.FLOAT.value
+        return (CacheKind.E4M3 if chip.has_native_e4m3 else CacheKind.E4M3_BITS).value
+    return CacheKind.FLOAT.value
 
 
 def dequantised(x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:

@@ -9,17 +9,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvferry.kernels.kv_layer import CacheKind
+
 _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
-# Element types of a KV cache, as constants of the kernels that read or write one.
-FLOAT = tl.constexpr(0)
-"""float32, bfloat16 or float16: stored as it is computed, no scales."""
-INT8 = tl.constexpr(1)
-"""int8 with one float32 scale per token and head."""
-E4M3 = tl.constexpr(2)
-"""FP8 E4M3 with one float32 scale per token and head, converted by the chip; passed as uint8."""
-E4M3_BITS = tl.constexpr(3)
-"""The same bytes, converted with integer operations: for chips before compute capability 8.9."""
+# How a KV cache stores its elements: the values of CacheKind, for use inside kernels. FP8 is passed
+# as uint8.
+FLOAT = tl.constexpr(CacheKind.FLOAT.value)
+INT8 = tl.constexpr(CacheKind.INT8.value)
+E4M3 = tl.constexpr(CacheKind.E4M3.value)
+E4M3_BITS = tl.constexpr(CacheKind.E4M3_BITS.value)
 
 E4M3_MAX = tl.constexpr(448.0)
 INT8_MAX = tl.constexpr(127.0)
