@@ -95,28 +95,49 @@ def compile_launch(launch: Launch, chip: Chip) -> Compiled:
     )
 
 
+def identity(launch: Launch) -> str:
+    """A text that is equal for launches which compile to the same code on a chip."""
+    return repr(
+        (
+            launch.kernel.__name__,
+            sorted((name, *_seen(value)) for name, value in launch.args.items()),
+            sorted((name, str(value)) for name, value in launch.constants.items()),
+            launch.num_warps,
+            launch.num_stages,
+        )
+    )
+
+
 def _specialise(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict[Any, Any]]:
     """Signature, constants and attributes, as Triton's own launcher derives them from arguments:
-    1 and None become constants, multiples of 16 and aligned pointers are marked.
+    1 and None become constants, multiples of 16 and aligned pointers are marked. They are the very
+    same, so that what is compiled here is found in Triton's cache when it is launched.
     """
     signature: dict[str, str] = {}
     constants = dict(launch.constants)
-    attrs = {}
+    attrs: dict[Any, Any] = {}
     for index, param in enumerate(launch.kernel.params):
         if param.name in launch.constants:
             signature[param.name] = "constexpr"
+            attrs[(index,)] = []
             continue
         value = launch.args[param.name]
-        if value is None or (
-            value == 1 if _is_int(value) and not param.do_not_specialize else False
-        ):
-            signature[param.name] = "constexpr"
-            constants[param.name] = value
+        if param.do_not_specialize and value is not None:
+            signature[param.name] = _type_of(value)
             continue
-        signature[param.name] = _type_of(value)
-        if not param.do_not_specialize and _is_aligned(value):
-            attrs[(index,)] = _ALIGNED
+        signature[param.name], is_aligned = _seen(value)
+        if signature[param.name] == "constexpr":
+            constants[param.name] = value
+        if value is None or isinstance(value, torch.Tensor) or _is_int(value):
+            attrs[(index,)] = _ALIGNED if is_aligned else []
     return signature, constants, attrs
+
+
+def _seen(value: Any) -> tuple[str, bool]:
+    """What the compiler sees of an argument: its type, and whether it is a multiple of 16."""
+    if value is None or (_is_int(value) and value == 1):
+        return "constexpr", False
+    return _type_of(value), _is_aligned(value)
 
 
 def _type_of(value: Any) -> str:
