@@ -12,6 +12,7 @@ import torch
 
 from kvferry.core.errors import ConfigError
 from kvferry.core.units import format_bytes
+from kvferry.kernels.kv_layer import QUANTISED_TYPES, KvLayer
 
 MIN_BLOCKS = 4
 
@@ -22,6 +23,8 @@ class PagedKV:
 
     tensor: torch.Tensor
     """[L, 2, N, B, H, D]"""
+    scales: torch.Tensor | None = None
+    """float32 [L, 2, N, B, H], one per token and head, in a cache of int8 or FP8."""
 
     @classmethod
     def allocate(
@@ -37,7 +40,10 @@ class PagedKV:
     ) -> PagedKV:
         """A zeroed cache: what is stale is finite, so that masked positions stay without effect."""
         shape = (num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim)
-        return cls(torch.zeros(shape, dtype=dtype, device=device))
+        scales = None
+        if dtype in QUANTISED_TYPES:
+            scales = torch.zeros(shape[:-1], dtype=torch.float32, device=device)
+        return cls(torch.zeros(shape, dtype=dtype, device=device), scales)
 
     @property
     def num_layers(self) -> int:
@@ -68,12 +74,19 @@ class PagedKV:
         """View [L, 2, N * B, H, D] that shares memory with ``tensor``."""
         return self.tensor.flatten(2, 3)
 
+    def layer(self, index: int) -> KvLayer:
+        """One layer as kernels take it, sharing memory."""
+        scales = (None, None) if self.scales is None else self.scales[index].unbind()
+        return KvLayer(*self.tensor[index].unbind(), *scales)
+
 
 def block_nbytes(
     *, num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype
 ) -> int:
-    """Bytes of one block: keys and values of all layers."""
-    return num_layers * 2 * block_size * num_kv_heads * head_dim * dtype.itemsize
+    """Bytes of one block: keys and values of all layers, with the scales of quantised types."""
+    scale_nbytes = torch.float32.itemsize if dtype in QUANTISED_TYPES else 0
+    head_nbytes = head_dim * dtype.itemsize + scale_nbytes
+    return num_layers * 2 * block_size * num_kv_heads * head_nbytes
 
 
 def num_blocks_for(budget_nbytes: int, nbytes_per_block: int, *, key: str = "kv_memory") -> int:

@@ -8,17 +8,19 @@ about a kernel is proven about the launches that the engine makes.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
-import triton
 
 from kvferry.kernels.chips import CHIPS, INTERPRETER, Chip
 
-INTERPRETED = bool(triton.knobs.runtime.interpret)
-"""Whether kernels run in Triton's interpreter (TRITON_INTERPRET=1 when Triton was imported)."""
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
+"""Whether kernels run in Triton's interpreter, by the variable that Triton itself reads when it is
+imported. (This module does not import it: plans and checks are made without.)
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

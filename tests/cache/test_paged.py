@@ -23,6 +23,25 @@ def test_slots_share_the_tensors_memory() -> None:
     assert kv.tensor.sum() == 7.0 * 2 * 4
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int8, torch.float8_e4m3fn])
+def test_a_layer_shares_the_memory(dtype: torch.dtype) -> None:
+    kv = PagedKV.allocate(
+        num_layers=3, num_kv_heads=2, head_dim=4, block_size=8, num_blocks=5, dtype=dtype
+    )
+    layer = kv.layer(1)
+    layer.check()
+    assert layer.is_quantised == (kv.scales is not None) == (dtype is not torch.float16)
+    layer.v[2, 3, 1] = 1.0
+    assert kv.tensor[1, 1, 2, 3, 1].float().tolist() == [1.0] * 4
+    total = kv.tensor.nbytes
+    if kv.scales is not None and layer.k_scale is not None:
+        layer.k_scale[4, 7, 1] = 2.5
+        assert kv.scales[1, 0, 4, 7, 1] == 2.5
+        total += kv.scales.nbytes
+    sizes = {"num_layers": 3, "num_kv_heads": 2, "head_dim": 4, "block_size": 8}
+    assert 5 * block_nbytes(**sizes, dtype=dtype) == total
+
+
 def test_blocks_fill_the_budget() -> None:
     nbytes = block_nbytes(
         num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, dtype=torch.float32
