@@ -1,0 +1,327 @@
+"""Split-KV attention over the paged cache, the merge of its partial results, and its split plan.
+
+Shapes: S sequences, T tokens, P programs, H KV heads, R = group x queries rows per KV head, D head
+dimension, M rows and N keys of one tile. Row r of a KV head is query r // group, head r % group.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvferry.kernels.language import FLOAT, cache_to, dot, narrow
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+_LN2 = tl.constexpr(0.6931471805599453)
+_ITEM_FIELDS = tl.constexpr(4)
+
+
+@triton.jit
+def _load_query(p_q, o_q, m_q, DTYPE: tl.constexpr):
+    """Rows of q in DTYPE and their factors: q = rows x factors. [M, D], [M, 1].
+
+    Where DTYPE is q's own the factors are 1; else rows are scaled to a largest magnitude of 1, so
+    that no bf16 value overflows in float16.
+    """
+    b_q = tl.load(p_q + o_q, mask=m_q, other=0.0)
+    if b_q.dtype == DTYPE:
+        return b_q, tl.full([b_q.shape[0], 1], 1.0, tl.float32)
+    else:
+        b_wide = b_q.to(tl.float32)
+        b_factor = tl.maximum(tl.max(tl.abs(b_wide), 1), 1e-30)[:, None]
+        return narrow(b_wide / b_factor, DTYPE), b_factor
+
+
+@triton.jit
+def _soft_cap(b_x, cap):
+    """cap * tanh(x / cap) for x and the result in units of log2."""
+    b_exp = tl.exp2(b_x * (2.0 / cap))
+    return (cap * _LOG2E) * (1.0 - 2.0 / (b_exp + 1.0))
+
+
+@triton.jit
+def flash_decoding_kernel(
+    p_q,
+    p_k,
+    p_v,
+    p_k_scale,
+    p_v_scale,
+    p_tables,
+    p_context_lens,
+    p_query_starts,
+    p_items,
+    p_program_items,
+    p_partial_out,
+    p_partial_lse,
+    scale,
+    softcap,
+    window,
+    q_token_stride,
+    q_head_stride,
+    kv_block_stride,
+    kv_slot_stride,
+    kv_head_stride,
+    table_stride,
+    num_kv_heads,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    KIND: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Of each item: out[r] = sum_n p[r, n] v[n] / sum_n p[r, n] with p = 2^(s - max s) and
+    s = scale log2(e) q k^T, and lse[r] = max s + log2(sum_n p[r, n]). Grid (H x row tiles, P).
+
+    The maximum is found on the way: a larger one rescales what was added up before by
+    2^(old - new) (Milakov and Gimelshein, 2018; Dao and others, 2022).
+    """
+    i_head = tl.program_id(0) % num_kv_heads
+    i_rows = tl.program_id(0) // num_kv_heads
+    i_program = tl.program_id(1)
+    o_m = i_rows * BLOCK_M + tl.arange(0, BLOCK_M)
+    o_n = tl.arange(0, BLOCK_N)
+    o_d = tl.arange(0, BLOCK_D)
+    o_query = o_m // GROUP
+    m_d = o_d < HEAD_DIM
+    p_k += i_head * kv_head_stride
+    p_v += i_head * kv_head_stride
+
+    i_end = tl.load(p_program_items + i_program + 1)
+    for i_item in range(tl.load(p_program_items + i_program), i_end):
+        i_seq = tl.load(p_items + i_item * _ITEM_FIELDS)
+        i_first_tile = tl.load(p_items + i_item * _ITEM_FIELDS + 1)
+        num_tiles = tl.load(p_items + i_item * _ITEM_FIELDS + 2)
+        context_len = tl.load(p_context_lens + i_seq)
+        i_token = tl.load(p_query_starts + i_seq)
+        num_queries = tl.load(p_query_starts + i_seq + 1) - i_token
+        end = context_len + num_queries
+        start = tl.maximum(context_len - window + 1, 0) if WINDOW else 0
+        p_table = p_tables + i_seq.to(tl.int64) * table_stride
+
+        m_m = (o_m < ROWS) & (o_query < num_queries)
+        o_head = i_head * GROUP + o_m % GROUP
+        o_q = (i_token + o_query).to(tl.int64) * q_token_stride + o_head * q_head_stride
+        b_q, b_factor = _load_query(
+            p_q, o_q[:, None] + o_d[None, :], m_m[:, None] & m_d[None, :], DTYPE
+        )
+        b_factor *= scale * _LOG2E
+        b_position = (context_len + o_query)[:, None]
+        b_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
+        b_sum = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+
+        for i_tile in range(i_first_tile, i_first_tile + num_tiles):
+            o_key = i_tile * BLOCK_N + o_n
+            m_key = (o_key < end) & (o_key >= start)
+            if BLOCK_SIZE % BLOCK_N == 0:
+                # The tile lies in one block.
+                i_block = tl.load(p_table + i_tile // (BLOCK_SIZE // BLOCK_N)).to(tl.int64)
+                o_slot = i_tile % (BLOCK_SIZE // BLOCK_N) * BLOCK_N + o_n
+            else:
+                i_block = tl.load(p_table + o_key // BLOCK_SIZE, mask=m_key, other=0).to(tl.int64)
+                o_slot = o_key % BLOCK_SIZE
+            o_kv = (i_block * kv_block_stride + o_slot * kv_slot_stride)[:, None] + o_d[None, :]
+            m_kv = m_key[:, None] & m_d[None, :]
+            b_k = cache_to(tl.load(p_k + o_kv, mask=m_kv, other=0), KIND, DTYPE)
+            b_s = dot(b_q, tl.trans(b_k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32)) * b_factor
+            if KIND != FLOAT:
+                o_scale = (i_block * BLOCK_SIZE + o_slot) * num_kv_heads + i_head
+                b_s *= tl.load(p_k_scale + o_scale, mask=m_key, other=0.0)[None, :]
+            if SOFTCAP:
+                b_s = _soft_cap(b_s, softcap)
+            m_s = m_key[None, :] & (o_key[None, :] <= b_position)
+            if WINDOW:
+                m_s = m_s & (o_key[None, :] > b_position - window)
+            b_s = tl.where(m_s, b_s, -float("inf"))
+
+            b_new_max = tl.maximum(b_max, tl.max(b_s, 1))
+            # A row that has seen no key yet has no maximum to subtract.
+            b_base = tl.where(b_new_max == -float("inf"), 0.0, b_new_max)
+            b_p = tl.exp2(b_s - b_base[:, None])
+            b_rescale = tl.exp2(b_max - b_base)[:, None]
+            b_sum = b_sum * b_rescale + b_p
+            b_max = b_new_max
+            b_v = cache_to(tl.load(p_v + o_kv, mask=m_kv, other=0), KIND, DTYPE)
+            if KIND == FLOAT:
+                b_acc = dot(narrow(b_p, DTYPE), b_v, b_acc * b_rescale)
+            else:
+                # Scales relative to the tile's largest keep p within [0, 1], as float16 needs it.
+                b_scale = tl.load(p_v_scale + o_scale, mask=m_key, other=0.0)
+                largest = tl.maximum(tl.max(b_scale, 0), 1e-30)
+                b_p = narrow(b_p * (b_scale / largest)[None, :], DTYPE)
+                b_pv = dot(b_p, b_v, tl.zeros([BLOCK_M, BLOCK_D], tl.float32))
+                b_acc = b_acc * b_rescale + b_pv * largest
+
+        b_total = tl.sum(b_sum, 1)
+        m_seen = b_total > 0.0
+        b_total = tl.where(m_seen, b_total, 1.0)
+        b_lse = tl.where(m_seen, b_max + tl.log2(b_total), -float("inf"))
+        o_partial = ((i_item * num_kv_heads + i_head) * ROWS + o_m).to(tl.int64)
+        tl.store(p_partial_lse + o_partial, b_lse, mask=m_m)
+        tl.store(
+            p_partial_out + o_partial[:, None] * HEAD_DIM + o_d[None, :],
+            b_acc / b_total[:, None],
+            mask=m_m[:, None] & m_d[None, :],
+        )
+
+
+@triton.jit
+def merge_splits_kernel(
+    p_partial_out,
+    p_partial_lse,
+    p_items,
+    p_seq_items,
+    p_query_starts,
+    p_out,
+    p_lse,
+    num_tokens,
+    num_seqs,
+    out_token_stride,
+    out_head_stride,
+    num_kv_heads,
+    num_heads,
+    QUERY_LEN: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    SPLIT_TILES: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """out = sum_c w[c] out[c] / sum_c w[c], w = 2^(lse - max lse), over a sequence's items c.
+
+    Grid (S x queries, heads): a program has one query of one sequence, if there are so many, and
+    the row of its own number, if that is padding.
+    """
+    i_row = tl.program_id(0)
+    i_head = tl.program_id(1)
+    i_seq = i_row // QUERY_LEN
+    i_query = i_row % QUERY_LEN
+    o_c = tl.arange(0, BLOCK_C)
+    o_d = tl.arange(0, BLOCK_D)
+    m_d = o_d < HEAD_DIM
+    o_out = i_head * out_head_stride + o_d
+
+    if (i_row < num_tokens) & (i_row >= tl.load(p_query_starts + num_seqs)):
+        b_zero = tl.zeros([BLOCK_D], tl.float32)
+        tl.store(
+            p_out + i_row.to(tl.int64) * out_token_stride + o_out,
+            narrow(b_zero, p_out.dtype.element_ty),
+            mask=m_d,
+        )
+        if p_lse is not None:
+            tl.store(p_lse + i_row.to(tl.int64) * num_heads + i_head, -float("inf"))
+
+    i_token = tl.load(p_query_starts + i_seq) + i_query
+    if i_token < tl.load(p_query_starts + i_seq + 1):
+        i_first = tl.load(p_seq_items + i_seq)
+        i_end = tl.load(p_seq_items + i_seq + 1)
+        i_start = i_first
+        if SPLIT_TILES > 0:
+            # Items are added up in groups by absolute position: leading ones that see none of this
+            # query's keys change no order of addition.
+            i_split = tl.load(p_items + i_first * _ITEM_FIELDS + 1) // SPLIT_TILES
+            i_start = i_first - i_split % BLOCK_C
+        i_partial = (i_head // GROUP) * (QUERY_LEN * GROUP) + i_query * GROUP + i_head % GROUP
+        rows = num_kv_heads * (QUERY_LEN * GROUP)
+        b_max = -float("inf")
+        b_sum = 0.0
+        b_acc = tl.zeros([BLOCK_D], tl.float32)
+        for i_group in range(i_start, i_end, BLOCK_C):
+            o_item = i_group + o_c
+            m_item = (o_item >= i_first) & (o_item < i_end)
+            o_partial = o_item.to(tl.int64) * rows + i_partial
+            b_lse = tl.load(p_partial_lse + o_partial, mask=m_item, other=-float("inf"))
+            b_out = tl.load(
+                p_partial_out + o_partial[:, None] * HEAD_DIM + o_d[None, :],
+                mask=m_item[:, None] & m_d[None, :],
+                other=0.0,
+            )
+            b_new_max = tl.maximum(b_max, tl.max(b_lse, 0))
+            b_base = tl.where(b_new_max == -float("inf"), 0.0, b_new_max)
+            b_weight = tl.exp2(b_lse - b_base)
+            b_rescale = tl.exp2(b_max - b_base)
+            b_sum = b_sum * b_rescale + tl.sum(b_weight, 0)
+            b_acc = b_acc * b_rescale + tl.sum(b_out * b_weight[:, None], 0)
+            b_max = b_new_max
+        b_out = narrow(b_acc / b_sum, p_out.dtype.element_ty)
+        tl.store(p_out + i_token.to(tl.int64) * out_token_stride + o_out, b_out, mask=m_d)
+        if p_lse is not None:
+            p_row = p_lse + i_token.to(tl.int64) * num_heads + i_head
+            tl.store(p_row, (b_max + tl.log2(b_sum)) * _LN2)
+
+
+@triton.jit
+def plan_splits_kernel(
+    p_context_lens,
+    p_query_starts,
+    p_items,
+    p_program_items,
+    p_seq_items,
+    window,
+    num_seqs,
+    num_programs,
+    WINDOW: tl.constexpr,
+    SPLIT_TILES: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """The items of one sequence, or the first item of one program. Grid (S + 1 + P + 1,).
+
+    The tiles of sequence s are at [begin, begin + tiles) on the line, and it is cut where a
+    coordinate of the tile is a multiple of ``unit``: balanced, its place on the line and the tiles
+    per program; batch-invariant, its place in the sequence and SPLIT_TILES.
+    """
+    i_program = tl.program_id(0)
+    o_s = tl.arange(0, BLOCK_S)
+    m_s = o_s < num_seqs
+    b_context = tl.load(p_context_lens + o_s, mask=m_s, other=0)
+    b_queries = tl.load(p_query_starts + o_s + 1, mask=m_s, other=0)
+    b_queries -= tl.load(p_query_starts + o_s, mask=m_s, other=0)
+    b_first = tl.zeros([BLOCK_S], tl.int32)
+    if WINDOW:
+        b_first = tl.maximum(b_context - window + 1, 0) // TILE
+    b_tiles = (b_context + b_queries + TILE - 1) // TILE - b_first
+    b_tiles = tl.where(b_queries > 0, b_tiles, 0)
+    b_begin = tl.cumsum(b_tiles, 0) - b_tiles
+    per_program = tl.maximum((tl.sum(b_tiles, 0) + num_programs - 1) // num_programs, 1)
+    if SPLIT_TILES > 0:
+        unit = SPLIT_TILES
+        b_coordinate = b_first
+    else:
+        unit = per_program
+        b_coordinate = b_begin
+    b_items = (b_coordinate + b_tiles - 1) // unit - b_coordinate // unit + 1
+    b_items = tl.where(b_tiles > 0, b_items, 0)
+
+    if i_program > num_seqs:
+        # Items that begin before this program's place on the line.
+        i_p = i_program - num_seqs - 1
+        b_before = tl.minimum(i_p * per_program - b_begin, b_tiles)
+        b_count = (b_coordinate + b_before - 1) // unit - b_coordinate // unit + 1
+        b_count = tl.where(b_before > 0, b_count, 0)
+        tl.store(p_program_items + i_p, tl.sum(b_count, 0))
+        return
+    i_item = tl.sum(tl.where(o_s < i_program, b_items, 0), 0)
+    tl.store(p_seq_items + i_program, i_item)
+    m_mine = o_s == i_program
+    first = tl.sum(tl.where(m_mine, b_first, 0), 0)
+    tiles = tl.sum(tl.where(m_mine, b_tiles, 0), 0)
+    coordinate = tl.sum(tl.where(m_mine, b_coordinate, 0), 0)
+    num_items = tl.sum(tl.where(m_mine, b_items, 0), 0)
+    for i_group in range(0, num_items, BLOCK_C):
+        o_c = i_group + tl.arange(0, BLOCK_C)
+        m_c = o_c < num_items
+        b_cut = (coordinate // unit + o_c) * unit - coordinate
+        b_start = tl.maximum(b_cut, 0)
+        b_end = tl.minimum(b_cut + unit, tiles)
+        p_item = p_items + (i_item + o_c) * _ITEM_FIELDS
+        tl.store(p_item, i_program + tl.zeros([BLOCK_C], tl.int32), mask=m_c)
+        tl.store(p_item + 1, first + b_start, mask=m_c)
+        tl.store(p_item + 2, b_end - b_start, mask=m_c)
