@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvferry.kernels.kv_pack.reference import gather, scatter
+from kvferry.kernels.kv_pack.host import gather, scatter
 from kvferry.kv_transfer.digest import tile_digest
 from kvferry.kv_transfer.jobs import BlockTable
 from kvferry.kv_transfer.layout import KvLayout

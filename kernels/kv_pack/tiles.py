@@ -9,6 +9,7 @@ shape alone; block sizes play no part.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 TILE_BYTES = 256 * 1024
@@ -25,16 +26,39 @@ class Tile(NamedTuple):
     nbytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class TileCut:
+    """Where the tiles of a slab begin: ``rows_per_tile`` is 1 when a row has several tiles."""
+
+    rows: int
+    tokens: int
+    rows_per_tile: int
+    tokens_per_tile: int
+
+    @classmethod
+    def of(cls, rows: int, tokens: int, row_token_bytes: int) -> TileCut:
+        """``row_token_bytes``: one token of one row."""
+        rows_per_tile = max(1, TILE_BYTES // (tokens * row_token_bytes))
+        tokens_per_tile = min(tokens, max(1, TILE_BYTES // row_token_bytes))
+        return cls(rows, tokens, rows_per_tile, tokens_per_tile)
+
+    @property
+    def tiles_per_row(self) -> int:
+        return -(-self.tokens // self.tokens_per_tile)
+
+    @property
+    def num_tiles(self) -> int:
+        return -(-self.rows // self.rows_per_tile) * self.tiles_per_row
+
+
 def tiles(num_rows: int, num_tokens: int, row_token_bytes: int) -> Iterator[Tile]:
     """The tiles of a slab in order of their bytes. ``row_token_bytes``: one token of one row."""
-    row_bytes = num_tokens * row_token_bytes
-    rows_per_tile = max(1, TILE_BYTES // row_bytes)
-    tokens_per_tile = min(num_tokens, max(1, TILE_BYTES // row_token_bytes))
+    cut = TileCut.of(num_rows, num_tokens, row_token_bytes)
     offset = 0
-    for row in range(0, num_rows, rows_per_tile):
-        row_end = min(row + rows_per_tile, num_rows)
-        for token in range(0, num_tokens, tokens_per_tile):
-            token_end = min(token + tokens_per_tile, num_tokens)
+    for row in range(0, num_rows, cut.rows_per_tile):
+        row_end = min(row + cut.rows_per_tile, num_rows)
+        for token in range(0, num_tokens, cut.tokens_per_tile):
+            token_end = min(token + cut.tokens_per_tile, num_tokens)
             nbytes = (row_end - row) * (token_end - token) * row_token_bytes
             yield Tile(row, row_end, token, token_end, offset, nbytes)
             offset += nbytes
@@ -42,4 +66,4 @@ def tiles(num_rows: int, num_tokens: int, row_token_bytes: int) -> Iterator[Tile
 
 def num_tiles(num_rows: int, num_tokens: int, row_token_bytes: int) -> int:
     """How many tiles, and so digests, a slab has."""
-    return sum(1 for _ in tiles(num_rows, num_tokens, row_token_bytes))
+    return TileCut.of(num_rows, num_tokens, row_token_bytes).num_tiles

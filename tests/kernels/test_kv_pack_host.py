@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.kernels.kv_pack.reference import gather, scatter
+from kvferry.kernels.kv_pack.host import gather, scatter
 from kvferry.kernels.kv_pack.tiles import TILE_BYTES, num_tiles, tiles
 
 torch.set_num_threads(1)

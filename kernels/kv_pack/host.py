@@ -1,4 +1,4 @@
-"""Gather KV out of the paged cache into a slab, and scatter a slab back, on the CPU.
+"""Gather KV out of the paged cache into a slab in host memory, and scatter a slab back, on the CPU.
 
 Shapes: slots [num_layers, 2, num_slots, num_heads, head_dim] (a view of the paged cache), slot_ids
 [num_tokens] int64, slab: flat bytes of [layers, 2, tokens, heads, head_dim]. Both return one digest
