@@ -21,8 +21,8 @@ import torch
 from numpy.typing import NDArray
 
 from kvferry.engine.logit_edits import apply_edits
-from kvferry.engine.philox import all_words, neg_log_exponential, uniform_words
 from kvferry.engine.plan import RowLogprobs, SamplingRows, StepResult
+from kvferry.kernels.sampling.philox import all_words, neg_log_exponential, uniform_words
 
 NUM_CANDIDATES = (256, 4096)
 """Candidates looked at first, and for the rows that are not content with these."""

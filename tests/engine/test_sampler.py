@@ -10,9 +10,9 @@ import pytest
 import torch
 from step_plans import sampling_rows
 
-from kvferry.engine.philox import neg_log_exponential, uniform_words
 from kvferry.engine.plan import LogitEdits, SamplingRows
 from kvferry.engine.sampler import NUM_CANDIDATES, sample
+from kvferry.kernels.sampling.philox import neg_log_exponential, uniform_words
 
 torch.set_num_threads(1)
 

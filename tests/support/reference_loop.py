@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from kvferry.core.request import FinishReason, TokenLogprob
 from kvferry.core.sampling import SamplingParams
-from kvferry.engine.philox import neg_log_exponential, uniform_words
+from kvferry.kernels.sampling.philox import neg_log_exponential, uniform_words
 
 AllLogits = Callable[[Sequence[int]], Tensor]
 """Tokens [T] -> logits [T, V] of what follows each."""

@@ -5,8 +5,15 @@ A word is a pure function of (seed, sample index, position, vocabulary id). Ther
 no state, so that neither the batch, nor chunking, preemption or placement can shift a row's noise.
 
     key     = (seed low 32 bits, seed high 32 bits)
-    counter = (vocabulary id // 4, position, sample index, 0)
+    counter = (vocabulary id // 4, position, sample index, domain)
     word    = output[vocabulary id % 4]
+
+The domain keeps uses apart that must be independent of each other. The noise that draws tokens, of
+the model and of those that draft for it, is domain 0. The rejection rule of speculation needs two
+more: whether a draft is accepted (only word 0 of a position), and what replaces one that is not,
+which must not depend on the noise that had chosen the draft. What a position's noise decides is
+looked at only if everything before it was kept, so that a draft that was given up for another
+reason leaves its noise fresh.
 
 32-bit words live in int64 tensors: torch has few operations on unsigned integers. A product of two
 of them wraps into the sign bit, which the mask after each shift removes.
@@ -19,6 +26,9 @@ import math
 import torch
 
 ROUNDS = 10
+SAMPLE_DOMAIN = 0
+ACCEPT_DOMAIN = 1
+RESIDUAL_DOMAIN = 2
 MASK = 0xFFFFFFFF
 _MULTIPLIER_0 = 0xD2511F53
 _MULTIPLIER_1 = 0xCD9E8D57
@@ -53,22 +63,27 @@ def uniform_words(
     sample_index: torch.Tensor,
     position: torch.Tensor,
     vocab_ids: torch.Tensor,
+    domain: int = SAMPLE_DOMAIN,
 ) -> torch.Tensor:
     """Words in [0, 2^32) as int64 [rows, candidates].
 
     ``seed`` (the bits of an unsigned 64-bit integer), ``sample_index`` and ``position`` are int64
     [rows]; ``vocab_ids`` is int64 [rows, candidates].
     """
-    words = _words_of_groups(seed, sample_index, position, vocab_ids >> 2)
+    words = _words_of_groups(seed, sample_index, position, vocab_ids >> 2, domain)
     return torch.stack(words, dim=-1).gather(-1, (vocab_ids & 3).unsqueeze(-1)).squeeze(-1)
 
 
 def all_words(
-    seed: torch.Tensor, sample_index: torch.Tensor, position: torch.Tensor, vocab_size: int
+    seed: torch.Tensor,
+    sample_index: torch.Tensor,
+    position: torch.Tensor,
+    vocab_size: int,
+    domain: int = SAMPLE_DOMAIN,
 ) -> torch.Tensor:
     """Like :func:`uniform_words` for the ids 0 .. vocab_size - 1, at a quarter of the work."""
     groups = torch.arange((vocab_size + 3) // 4, device=seed.device).expand(len(seed), -1)
-    words = _words_of_groups(seed, sample_index, position, groups)
+    words = _words_of_groups(seed, sample_index, position, groups, domain)
     return torch.stack(words, dim=-1).flatten(1)[:, :vocab_size]
 
 
@@ -79,9 +94,13 @@ def neg_log_exponential(words: torch.Tensor) -> torch.Tensor:
 
 
 def _words_of_groups(
-    seed: torch.Tensor, sample_index: torch.Tensor, position: torch.Tensor, groups: torch.Tensor
+    seed: torch.Tensor,
+    sample_index: torch.Tensor,
+    position: torch.Tensor,
+    groups: torch.Tensor,
+    domain: int,
 ) -> Counter:
     key = ((seed & MASK).unsqueeze(1), ((seed >> 32) & MASK).unsqueeze(1))
-    zero = torch.zeros_like(position).unsqueeze(1)
-    counter = (groups, position.unsqueeze(1) & MASK, sample_index.unsqueeze(1) & MASK, zero)
+    last = torch.full_like(position, domain).unsqueeze(1)
+    counter = (groups, position.unsqueeze(1) & MASK, sample_index.unsqueeze(1) & MASK, last)
     return philox4x32(counter, key)

@@ -7,8 +7,11 @@ import math
 import numpy as np
 import torch
 
-from kvferry.engine.philox import (
+from kvferry.kernels.sampling.philox import (
+    ACCEPT_DOMAIN,
     MAX_NEG_LOG_NOISE,
+    RESIDUAL_DOMAIN,
+    SAMPLE_DOMAIN,
     all_words,
     neg_log_exponential,
     philox4x32,
@@ -86,6 +89,14 @@ def test_the_whole_vocabulary_is_the_same_noise() -> None:
     ids = torch.arange(1003).expand(2, -1)
     whole = all_words(seed, sample, position, 1003)
     assert torch.equal(whole, uniform_words(seed, sample, position, ids))
+
+
+def test_domains_are_the_fourth_counter_word() -> None:
+    seed, sample, position = (torch.tensor([value]) for value in (9, 2, 5))
+    for domain in (SAMPLE_DOMAIN, ACCEPT_DOMAIN, RESIDUAL_DOMAIN):
+        block = scalar_philox([1, 5, 2, domain], [9, 0])
+        assert all_words(seed, sample, position, 8, domain)[0, 4:].tolist() == block
+    assert len({SAMPLE_DOMAIN, ACCEPT_DOMAIN, RESIDUAL_DOMAIN}) == 3
 
 
 def test_noise_is_finite_at_both_ends_and_exponential_in_between() -> None:
