@@ -16,7 +16,8 @@ from pathlib import Path
 from kvferry.bench.hf_peer import TransformersEngine
 from kvferry.bench.limits import Limits, measure_limits
 from kvferry.bench.local_worker import LocalWorker, colocated_config, sequence_spec
-from kvferry.bench.options import add_model, finished, option_parser, prepared, run_options
+from kvferry.bench.model_option import add_model, prepared
+from kvferry.bench.options import finished, option_parser, run_options
 from kvferry.bench.peers import f32_gguf, llama_rates, vllm_rates
 from kvferry.bench.report import Better, Claim, Report, Scalar
 from kvferry.bench.stats import interquartile

@@ -15,7 +15,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from kvferry.bench.options import add_model, finished, option_parser, prepared, run_options
+from kvferry.bench.model_option import add_model, prepared
+from kvferry.bench.options import finished, option_parser, run_options
 from kvferry.bench.report import Better, Claim, Report, Scalar
 from kvferry.bench.weights import load_and_touch
 from kvferry.core.errors import StartupError

@@ -5,11 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping
-from pathlib import Path
 
 from kvferry.bench.report import Scalar
-from kvferry.core.config import EMBEDDED_MODEL, ModelConfig
-from kvferry.models.load import prepare
 
 
 def option_parser(bench: str, description: str) -> argparse.ArgumentParser:
@@ -20,17 +17,6 @@ def option_parser(bench: str, description: str) -> argparse.ArgumentParser:
         "--quick", action="store_true", help="tiny sizes: shows that it runs, measures nothing"
     )
     return parser
-
-
-def add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model", default=EMBEDDED_MODEL, help="folder, hub id or GGUF file (default: %(default)s)"
-    )
-
-
-def prepared(model: str) -> Path:
-    """The ready float32 folder of ``--model``. Raises StartupError."""
-    return prepare(ModelConfig(path=model, dtype="float32"))
 
 
 def run_options(options: argparse.Namespace) -> dict[str, Scalar]:

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvferry.bench.options import add_model, finished, option_parser, prepared, run_options
+from kvferry.bench.model_option import add_model, prepared
+from kvferry.bench.options import finished, option_parser, run_options
 from kvferry.bench.report import Better, Claim, Report, Scalar, claim_from
 from kvferry.bench.stats import bootstrap_median, interquartile, paired_ratio
 from kvferry.bench.worker_processes import WorkerOrder, worker_processes

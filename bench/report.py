@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from kvferry.bench.machine import commit, machine_facts
@@ -118,11 +119,21 @@ class Report:
     def print(self, console: Console) -> None:
         """Both tables and what they were measured on."""
         if self.rows:
-            console.print(_table(f"kvferry bench {self.bench}", self.rows))
+            _print_whole(_table(f"kvferry bench {self.bench}", self.rows), console)
         if self.claims:
             console.print(_table("claims", [_claim_row(claim) for claim in self.claims]))
         facts = ", ".join(f"{name} {value}" for name, value in self.machine.items())
         console.print(f"commit {self.commit}; {facts}", style="dim", highlight=False)
+
+
+def _print_whole(table: Table, console: Console) -> None:
+    """A terminal folds cells that are too wide; a file gets lines as long as they need to be."""
+    natural = Measurement.get(console, console.options.update(max_width=1000), table).maximum
+    if console.is_terminal or natural <= console.width:
+        console.print(table)
+    else:
+        table.width = natural
+        console.print(table, crop=False, no_wrap=True, soft_wrap=True)
 
 
 def _table(title: str, rows: Sequence[Mapping[str, Scalar]]) -> Table:
@@ -130,7 +141,7 @@ def _table(title: str, rows: Sequence[Mapping[str, Scalar]]) -> Table:
     columns = list(dict.fromkeys(name for row in rows for name in row))
     for name in columns:
         numeric = all(isinstance(row.get(name), int | float | None) for row in rows)
-        table.add_column(name, justify="right" if numeric else "left")
+        table.add_column(name, justify="right" if numeric else "left", overflow="fold")
     for row in rows:
         table.add_row(*(format_scalar(row.get(name)) for name in columns))
     return table

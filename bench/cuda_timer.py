@@ -1,0 +1,55 @@
+"""Times calls on a CUDA device: each round a graph, replayed between two events."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from kvferry.bench.kernel_device import Bench
+from kvferry.bench.kernel_timing import Call, Round
+from kvferry.core.errors import StartupError
+from kvferry.kernels.launch import INTERPRETED, chip_of
+
+
+class CudaTimer:
+    """On the current device. Calls that a graph cannot hold raise RuntimeError."""
+
+    def prepare(self, calls: Sequence[Call]) -> Round:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            # What is compiled or allocated at the first call must not be while capturing.
+            for call in calls:
+                call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for call in calls:
+                call()
+
+        def a_round(repeats: int) -> float:
+            started = torch.cuda.Event(enable_timing=True)
+            ended = torch.cuda.Event(enable_timing=True)
+            started.record()
+            for _ in range(repeats):
+                graph.replay()
+            ended.record()
+            ended.synchronize()
+            return float(started.elapsed_time(ended)) / 1e3 / repeats
+
+        return a_round
+
+
+def cuda_bench(seed: int, clock: Callable[[], float]) -> Bench:
+    """The current CUDA device, ready to run cases. Raises StartupError where there is none."""
+    if not torch.cuda.is_available():
+        raise StartupError(
+            "there is no CUDA device that this torch "
+            f"({torch.__version__}) can use; --compile-only needs none"
+        )
+    if INTERPRETED:
+        raise StartupError("TRITON_INTERPRET is set: kernels would run on the CPU; unset it")
+    torch.manual_seed(seed)
+    device = torch.device("cuda", torch.cuda.current_device())
+    return Bench(device=device, chip=chip_of(device), timer=CudaTimer(), clock=clock)
