@@ -12,6 +12,9 @@ from kvferry.kernels.chips import Chip
 FLOAT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 QUANTISED_TYPES = (torch.int8, torch.float8_e4m3fn)
 
+LEAST_SCALE = 2.0**-126
+"""The least normal float32. The inverse of what is much smaller would be infinite."""
+
 
 class CacheKind(IntEnum):
     """How elements are stored; a constant of the kernels that read or write a cache."""
@@ -108,13 +111,15 @@ def quantised(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.
     """Elements [..., H, D] as a cache of ``dtype`` keeps them, and their scales [..., H].
 
     Symmetric: the largest magnitude of a token's head maps to the largest value of the type (448
-    for FP8 E4M3, 127 for int8, which is rounded half to even). A head of zeros has scale 0.
+    for FP8 E4M3, 127 for int8, which is rounded half to even). A head of zeros has scale 0, and so
+    has one whose scale would be below ``LEAST_SCALE``. A NaN makes its head's scale NaN.
     """
     if dtype in FLOAT_TYPES:
         return x.to(dtype), None
     x32 = x.to(torch.float32)
     largest = 127.0 if dtype is torch.int8 else 448.0
     scale = x32.abs().amax(-1) / largest
-    inverse = torch.where(scale > 0, 1.0 / scale, 0.0)
+    scale = torch.where(scale < LEAST_SCALE, 0.0, scale)
+    inverse = torch.where(scale == 0, 0.0, 1.0 / scale)
     values = (x32 * inverse[..., None]).clamp(-largest, largest)
     return (values.round() if dtype is torch.int8 else values).to(dtype), scale
