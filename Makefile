@@ -5,13 +5,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TYPED := build/typed/kvferry
+LINK_TREE = rm -rf build/typed && mkdir -p $(TYPED) && \
+	for package in $(PACKAGES); do ln -s ../../../$$package $(TYPED)/$$package; done
 PACKAGES := core cache models kernels proto engine kv_transfer prefill_worker decode_worker \
 	router cluster client cli bench
 # On a terminal pip shows its own progress bars; in a log it stays quiet.
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check $$(test -t 1 || echo -q) -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format lint types fast proto docs clean
+.PHONY: help install demo test check format lint types fast gpu proto docs clean
 
 help: ## Show this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -46,8 +48,7 @@ lint: $(STAMP)
 
 # mypy cannot see through an editable install that maps folders to other names; a tree of links can be seen by all.
 types: $(STAMP)
-	@rm -rf build/typed && mkdir -p $(TYPED)
-	@for package in $(PACKAGES); do ln -s ../../../$$package $(TYPED)/$$package; done
+	@$(LINK_TREE)
 	MYPYPATH=build/typed $(BIN)/mypy -p kvferry
 
 fast: $(STAMP)
@@ -55,6 +56,12 @@ fast: $(STAMP)
 
 proto: $(STAMP) ## Regenerate the stubs in proto/
 	$(BIN)/python proto/generate.py
+
+# Nothing is installed: a bare GPU host has its own torch and Triton (docs/kernels.md says what else it needs).
+gpu: ## Prove on a GPU what nothing else can, in at most 8 minutes; writes build/gpu.json
+	@$(LINK_TREE)
+	PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/build/typed $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) \
+		-m kvferry.cli.main bench gpu --json build/gpu.json
 
 docs: $(STAMP) ## Regenerate docs/configuration.md and the results in docs/benchmarks.md
 	$(BIN)/python docs/generate.py

@@ -39,6 +39,19 @@ def device_rows(
     ]
 
 
+def ranked(rows: Sequence[dict[str, Scalar]], groups: Sequence[int]) -> list[dict[str, Scalar]]:
+    """Rows of one shape after another, each group fastest first with its rank; the untimed last."""
+    found: list[dict[str, Scalar]] = []
+    start = 0
+    for size in groups:
+        group = rows[start : start + size]
+        timed = sorted((row for row in group if "µs" in row), key=lambda row: float(row["µs"] or 0))
+        found += [{"rank": rank, **row} for rank, row in enumerate(timed, start=1)]
+        found += [{"rank": None, **row} for row in group if "µs" not in row]
+        start += size
+    return found
+
+
 def device_claims(results: Sequence[Result], limits: DeviceLimits, chip: str) -> list[Claim]:
     """Nothing wrong, nothing left out unseen, and for each timed case its share and its peers."""
     claims = [

@@ -23,7 +23,7 @@ def result_of(job: Mapping[str, Any]) -> dict[str, Any]:
     """``{"compiled": fields of Compiled}`` or ``{"error": one line}``."""
     chip = Chip(**job["chip"])
     try:
-        work = find_case(job["kernel"], job["case"]).make(torch.device("meta"), chip)
+        work = find_case(job["kernel"], job["case"], chip).make(torch.device("meta"), chip)
         return {"compiled": asdict(compile_launch(work.launches[job["launch"]], chip))}
     # Whatever the compiler raises is this job's result; the next job may well compile.
     except Exception as error:

@@ -13,10 +13,10 @@ from rich.progress import Progress
 
 from kvferry.bench.cuda_timer import cuda_bench
 from kvferry.bench.kernel_cases.case import Case
-from kvferry.bench.kernel_cases.registry import chosen_cases
+from kvferry.bench.kernel_cases.registry import chosen_cases, variants
 from kvferry.bench.kernel_compile import Built, compile_cases
 from kvferry.bench.kernel_device import Bench, measure_device_limits, run_cases
-from kvferry.bench.kernel_report import device_claims, device_rows, markdown_page
+from kvferry.bench.kernel_report import device_claims, device_rows, markdown_page, ranked
 from kvferry.bench.kernel_table import compiled_by_case, compiled_rows, roofline_rows
 from kvferry.bench.options import finished, run_options
 from kvferry.bench.report import Better, Claim, Report, Scalar
@@ -40,11 +40,14 @@ def run(args: list[str]) -> Report:
         parser.error(str(error))
     except KeyError as error:
         parser.error(f"--chip: {error} is none of: {', '.join(CHIPS)}")
+    if options.tune and options.device is None:
+        parser.error("--tune times on a device: add --device cuda")
     if options.compile_only:
         report = compile_report(cases, chips, options.processes, plain)
     elif options.device is not None:
         bench = cuda_bench(options.seed, time.monotonic)
-        report = device_report(cases, bench, options.processes, options.budget, plain)
+        measure = tuning_report if options.tune else device_report
+        report = measure(cases, bench, options.processes, options.budget, plain)
     else:
         report = Report(bench="kernels", rows=roofline_rows(cases), options=finished(plain))
     if options.markdown is not None:
@@ -96,6 +99,28 @@ def device_report(
     )
 
 
+def tuning_report(
+    cases: Sequence[Case],
+    bench: Bench,
+    processes: int,
+    budget_s: float,
+    options: dict[str, Scalar],
+) -> Report:
+    """Each case that has candidates with all of them, the fastest first; promises nothing."""
+    started = bench.clock()
+    tuned = [variants(case, bench.chip) for case in cases if case.candidates is not None]
+    flat = [variant for group in tuned for variant in group]
+    built = _compile(flat, [bench.chip], processes, lambda: bench.clock() - started < budget_s / 2)
+    limits = measure_device_limits(bench)
+    results = run_cases(flat, bench, started + budget_s)
+    rows = device_rows(results, limits, compiled_by_case(built))
+    return Report(
+        bench="kernels",
+        rows=ranked(rows, [len(group) for group in tuned]),
+        options=finished(options) | {"chip": bench.chip.name},
+    )
+
+
 def _compile(
     cases: Sequence[Case],
     chips: Sequence[Chip],
@@ -128,6 +153,9 @@ def _parser() -> argparse.ArgumentParser:
         "--compile-only", action="store_true", help="compile for --chip; needs no GPU"
     )
     parser.add_argument("--device", choices=["cuda"], help="check and time every case there")
+    parser.add_argument(
+        "--tune", action="store_true", help="time other tiles of the cases that have candidates"
+    )
     parser.add_argument("--kernel", metavar="NAME", help="the cases of one kernel only")
     parser.add_argument("--ci", action="store_true", help="the cases that CI compiles only")
     parser.add_argument(

@@ -13,6 +13,7 @@ from rich.table import Table
 import kvferry.bench
 from kvferry.bench.report import Report
 from kvferry.cli.console import stdout
+from kvferry.core.errors import StartupError
 
 FOLDER = Path(kvferry.bench.__path__[0])
 
@@ -43,13 +44,25 @@ def bench(
         return
     if name not in known:
         raise typer.BadParameter(f"{name!r} is none of: {', '.join(known)}", param_hint="NAME")
-    module = cast(Bench, importlib.import_module(f"kvferry.bench.{name}"))
-    report = module.run(list(context.args))
+    report = _module(name).run(list(context.args))
     report.print(stdout())
     if json_file is not None:
         report.write(json_file)
     if not report.all_met:
         raise typer.Exit(1)
+
+
+def _module(name: str) -> Bench:
+    """Raises StartupError where a library that the bench measures is not installed."""
+    try:
+        return cast(Bench, importlib.import_module(f"kvferry.bench.{name}"))
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("kvferry"):
+            raise
+        raise StartupError(
+            f"bench {name} needs {error.name}, which is not installed: "
+            f"pip install -c constraints.txt {error.name}"
+        ) from error
 
 
 def benches() -> dict[str, str]:

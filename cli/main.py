@@ -58,3 +58,7 @@ def main() -> None:
     except KvferryError as error:
         print(f"kvferry: {error}", file=sys.stderr)
         sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

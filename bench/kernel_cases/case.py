@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -67,3 +67,5 @@ class Case:
     """Whether the compile test of CI takes it (a few per kernel: each costs seconds per chip)."""
     spills_allowed: int = 0
     """Bytes per thread; more than 0 needs a reason beside it (head dim > 128)."""
+    candidates: Callable[[Chip], Mapping[str, Callable[[torch.device, Chip], Work]]] | None = None
+    """For a tuning run: label of other tiles -> ``make`` with them."""

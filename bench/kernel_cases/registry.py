@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kvferry.bench.kernel_cases import rms_norm
 from kvferry.bench.kernel_cases.case import Case
+from kvferry.kernels.chips import Chip
 
 MODULES = (rms_norm,)
+
+TILES_MARK = " @ "
+"""Between the name of a case and the label of its tiles."""
 
 
 def all_cases() -> list[Case]:
@@ -22,9 +28,24 @@ def chosen_cases(kernel: str | None = None, *, ci_only: bool = False) -> list[Ca
     return [case for case in cases if kernel in (None, case.kernel) and (case.in_ci or not ci_only)]
 
 
-def find_case(kernel: str, name: str) -> Case:
-    """Raises LookupError where there is none."""
+def variants(case: Case, chip: Chip) -> list[Case]:
+    """The case, and a copy of it for each candidate of other tiles, named ``case @ label``."""
+    candidates = case.candidates(chip) if case.candidates is not None else {}
+    return [
+        case,
+        *(
+            replace(case, name=f"{case.name}{TILES_MARK}{label}", make=make)
+            for label, make in candidates.items()
+        ),
+    ]
+
+
+def find_case(kernel: str, name: str, chip: Chip) -> Case:
+    """A case or a variant of one. Raises LookupError where there is none."""
+    shape = name.partition(TILES_MARK)[0]
     for case in all_cases():
-        if (case.kernel, case.name) == (kernel, name):
-            return case
+        if (case.kernel, case.name) == (kernel, shape):
+            for variant in variants(case, chip) if shape != name else [case]:
+                if variant.name == name:
+                    return variant
     raise LookupError(f"{kernel} has no case {name!r}")

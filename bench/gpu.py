@@ -1,0 +1,150 @@
+"""Everything that only a GPU can prove, step by step, in at most eight minutes.
+
+Runs in process on a bare host: no Ray, no gRPC. A step that the device or the host cannot do is
+named with the reason, and the others go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from xml.etree import ElementTree
+
+import kvferry.bench
+from kvferry.bench import kernels
+from kvferry.bench.options import finished, run_options
+from kvferry.bench.report import Better, Claim, Report, Scalar
+from kvferry.core.errors import StartupError
+
+TOTAL_S = 470.0
+KERNELS_S = 220.0
+GPU_TESTS = Path("tests/gpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What a step found. Raise StartupError for what cannot be done at all."""
+
+    rows: Sequence[dict[str, Scalar]] = ()
+    claims: Sequence[Claim] = ()
+    facts: dict[str, Scalar] = field(default_factory=dict)
+    """Options and measured limits, which stand beside those of the whole run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A named part; ``run`` gets the seconds that it may take."""
+
+    name: str
+    limit_s: float
+    run: Callable[[float], Found]
+
+
+def kernels_step(limit_s: float) -> Found:
+    """Every kernel checked and timed: `kvferry bench kernels --device cuda`."""
+    report = kernels.run(["--device", "cuda", "--budget", str(limit_s)])
+    facts = {name: value for name, value in report.options.items() if name != "device"}
+    return Found(rows=[dict(row) for row in report.rows], claims=report.claims, facts=facts)
+
+
+def tests_step(limit_s: float) -> Found:
+    """The tests marked gpu, in a process in which Triton compiles."""
+    root = Path(kvferry.bench.__path__[0]).resolve().parent
+    folder = root / GPU_TESTS
+    if not folder.is_dir():
+        raise StartupError(f"there is no {GPU_TESTS}: not a checkout")
+    for needed in ("pytest", "hypothesis"):
+        if importlib.util.find_spec(needed) is None:
+            raise StartupError(f"{needed} is not installed")
+    with tempfile.TemporaryDirectory() as scratch:
+        outcome = Path(scratch) / "outcome.xml"
+        # A bare host lacks the plug-ins that pyproject.toml configures.
+        command = [sys.executable, "-P", "-m", "pytest", "-m", "gpu", "-q"]
+        command += ["-o", "addopts=--import-mode=importlib", "-o", "filterwarnings="]
+        command += ["-p", "no:cacheprovider", f"--junitxml={outcome}", str(folder)]
+        environment = {**os.environ, "TRITON_INTERPRET": "0"}
+        try:
+            subprocess.run(command, cwd=root, env=environment, timeout=limit_s, stdout=sys.stderr)
+        except subprocess.TimeoutExpired:
+            raise StartupError(f"not done after {limit_s:.0f} s") from None
+        if not outcome.exists():
+            raise StartupError("pytest wrote no results; its output says why")
+        return read_outcome(outcome.read_text(encoding="utf-8"))
+
+
+def read_outcome(xml: str) -> Found:
+    """A row per test that did not pass, and one claim. Raises StartupError when none could run."""
+    cases = list(ElementTree.fromstring(xml).iter("testcase"))
+    rows: list[dict[str, Scalar]] = []
+    counts = {"passed": 0, "skipped": 0, "failed": 0}
+    for case in cases:
+        name = f"{case.get('classname', '')}.{case.get('name', '')}"
+        troubles = [*case.iter("failure"), *case.iter("error")]
+        skips = list(case.iter("skipped"))
+        kind = "failed" if troubles else "skipped" if skips else "passed"
+        counts[kind] += 1
+        for trouble in (*troubles, *skips):
+            message = (trouble.get("message") or "").partition("\n")[0][:200]
+            rows.append({"test": name, "outcome": kind, "notes": message})
+    if counts["passed"] + counts["failed"] == 0:
+        reason = str(rows[0]["notes"]) if rows else "there are none"
+        raise StartupError(f"no test ran: {reason}")
+    claim = Claim(
+        id="gpu.tests_failed",
+        value=counts["failed"],
+        better=Better.LOWER,
+        goal=0,
+        n=counts["passed"] + counts["failed"],
+    )
+    return Found(rows=rows, claims=[claim])
+
+
+STEPS = (
+    Step("kernels", KERNELS_S, kernels_step),
+    Step("tests", 240.0, tests_step),
+)
+
+
+def run_steps(
+    steps: Sequence[Step], clock: Callable[[], float], options: dict[str, Scalar]
+) -> Report:
+    """All in order; each step's summary stands before its rows."""
+    deadline = clock() + TOTAL_S
+    rows: list[dict[str, Scalar]] = []
+    claims: list[Claim] = []
+    done = 0
+    for step in steps:
+        started = clock()
+        try:
+            left = deadline - started
+            if left <= 0:
+                raise StartupError("no time is left")
+            found, outcome = step.run(min(step.limit_s, left)), "done"
+            done += 1
+        except StartupError as error:
+            found, outcome = Found(), f"cannot: {error}"
+        rows.append({"step": step.name, "outcome": outcome, "seconds": round(clock() - started, 1)})
+        rows += [{"step": step.name, **row} for row in found.rows]
+        claims += found.claims
+        options = {**options, **{f"{step.name}.{k}": v for k, v in found.facts.items()}}
+    claims.append(
+        Claim(id="gpu.steps_done", value=done, better=Better.HIGHER, goal=1, n=len(steps))
+    )
+    return Report(bench="gpu", rows=rows, claims=claims, options=finished(options))
+
+
+def run(args: list[str]) -> Report:
+    """Takes no options beside ``--help``."""
+    parser = argparse.ArgumentParser(
+        prog="kvferry bench gpu", description=__doc__.partition("\n")[0]
+    )
+    plain = run_options(parser.parse_args(args))
+    return run_steps(STEPS, time.monotonic, plain)
