@@ -94,7 +94,6 @@ def rope_kv_write_kernel(
     k_head_stride,
     v_token_stride,
     v_head_stride,
-    angle_stride,
     block_stride,
     offset_stride,
     head_stride,
@@ -103,6 +102,7 @@ def rope_kv_write_kernel(
     HKV: tl.constexpr,
     D: tl.constexpr,
     ROTARY: tl.constexpr,
+    ANGLE_STRIDE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     KIND: tl.constexpr,
     Q_NORM: tl.constexpr,
@@ -114,7 +114,7 @@ def rope_kv_write_kernel(
     DTYPE: tl.constexpr = p_q.dtype.element_ty
     o_low, o_high = _pairs(D, ROTARY, PAIRS)
     m_p = tl.arange(0, PAIRS) < D // 2
-    o_angle = tl.arange(0, PAIRS)[None, :]
+    o_p = tl.arange(0, PAIRS)[None, :]
     num_q_programs = tl.cdiv(num_tokens * HQ, ROWS)
     i_program = tl.program_id(0)
     if i_program < num_q_programs:
@@ -122,13 +122,13 @@ def rope_kv_write_kernel(
         i_token, i_head = (i_row // HQ).to(tl.int64), i_row % HQ
         m_row = i_row < num_tokens * HQ
         m = m_row[:, None] & m_p[None, :]
-        m_angle = m_row[:, None] & (o_angle < ROTARY // 2)
+        m_angle = m_row[:, None] & (o_p < ROTARY // 2)
         o_q = (i_token * q_token_stride + i_head * q_head_stride)[:, None]
         b_low = tl.load(p_q + o_q + o_low[None, :], mask=m, other=0.0).to(tl.float32)
         b_high = tl.load(p_q + o_q + o_high[None, :], mask=m, other=0.0).to(tl.float32)
         if Q_NORM:
             b_low, b_high = _normed(b_low, b_high, p_q_norm, o_low, o_high, m_p, eps, D, DTYPE)
-        o_angle += (i_token * angle_stride)[:, None]
+        o_angle = (i_token * ANGLE_STRIDE)[:, None] + o_p
         b_low, b_high = _rotated(b_low, b_high, p_cos, p_sin, o_angle, m_angle, DTYPE)
         o_out = i_row.to(tl.int64)[:, None] * D
         tl.store(p_out + o_out + o_low[None, :], b_low, mask=m)
@@ -139,7 +139,7 @@ def rope_kv_write_kernel(
         i_slot = tl.load(p_slots + i_token, mask=i_row < num_tokens * HKV, other=-1)
         m_row = (i_slot >= 0) & (i_slot < num_slots)
         m = m_row[:, None] & m_p[None, :]
-        m_angle = m_row[:, None] & (o_angle < ROTARY // 2)
+        m_angle = m_row[:, None] & (o_p < ROTARY // 2)
         o_k = (i_token * k_token_stride + i_head * k_head_stride)[:, None]
         o_v = (i_token * v_token_stride + i_head * v_head_stride)[:, None]
         b_low = tl.load(p_k + o_k + o_low[None, :], mask=m, other=0.0).to(tl.float32)
@@ -148,7 +148,7 @@ def rope_kv_write_kernel(
         b_v_high = tl.load(p_v + o_v + o_high[None, :], mask=m, other=0.0)
         if K_NORM:
             b_low, b_high = _normed(b_low, b_high, p_k_norm, o_low, o_high, m_p, eps, D, DTYPE)
-        o_angle += (i_token * angle_stride)[:, None]
+        o_angle = (i_token * ANGLE_STRIDE)[:, None] + o_p
         b_low, b_high = _rotated(b_low, b_high, p_cos, p_sin, o_angle, m_angle, DTYPE)
         o_row = i_slot // BLOCK_SIZE * block_stride + i_slot % BLOCK_SIZE * offset_stride
         o_row = (o_row + i_head * head_stride)[:, None]

@@ -87,7 +87,6 @@ def rope_kv_write_launch(
             "k_head_stride": k.stride(1),
             "v_token_stride": v.stride(0),
             "v_head_stride": v.stride(1),
-            "angle_stride": cos.stride(0),
             "block_stride": k_cache.stride(0),
             "offset_stride": k_cache.stride(1),
             "head_stride": k_cache.stride(2),
@@ -98,6 +97,8 @@ def rope_kv_write_launch(
             "HKV": kv.num_kv_heads,
             "D": head_dim,
             "ROTARY": 2 * cos.shape[1],
+            # A constant, so that rows of 40 angles are seen to be aligned to 16 bytes.
+            "ANGLE_STRIDE": cos.stride(0),
             "BLOCK_SIZE": kv.block_size,
             "KIND": kind_of(kv.k.dtype, chip),
             "Q_NORM": q_norm is not None,
