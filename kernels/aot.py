@@ -48,6 +48,8 @@ _TYPES = {
     torch.uint64: "u64",
 }
 _ALIGNED = [["tt.divisibility", 16]]
+_MARKS_CONSTANTS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)
+"""Whether Triton lists constants among the attributes, which is part of its cache's key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,18 +119,19 @@ def _specialise(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict[An
     constants = dict(launch.constants)
     attrs: dict[Any, Any] = {}
     for index, param in enumerate(launch.kernel.params):
+        value = launch.args.get(param.name)
         if param.name in launch.constants:
-            signature[param.name] = "constexpr"
-            attrs[(index,)] = []
-            continue
-        value = launch.args[param.name]
-        if param.do_not_specialize and value is not None:
+            signature[param.name], is_aligned = "constexpr", False
+        elif param.do_not_specialize and value is not None:
             signature[param.name] = _type_of(value)
             continue
-        signature[param.name], is_aligned = _seen(value)
+        else:
+            signature[param.name], is_aligned = _seen(value)
         if signature[param.name] == "constexpr":
-            constants[param.name] = value
-        if value is None or isinstance(value, torch.Tensor) or _is_int(value):
+            constants.setdefault(param.name, value)
+            if _MARKS_CONSTANTS:
+                attrs[(index,)] = []
+        elif isinstance(value, torch.Tensor) or _is_int(value):
             attrs[(index,)] = _ALIGNED if is_aligned else []
     return signature, constants, attrs
 
