@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvferry.bench.kernel_cases import rms_norm
+from kvferry.bench.kernel_cases import embedding, gated, rms_norm, rope_kv_write
 from kvferry.bench.kernel_cases.case import Case
 from kvferry.kernels.chips import Chip
 
-MODULES = (rms_norm,)
+MODULES = (embedding, gated, rms_norm, rope_kv_write)
 
 TILES_MARK = " @ "
 """Between the name of a case and the label of its tiles."""
