@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvferry.bench.kernel_cases import embedding, gated, rms_norm, rope_kv_write
+from kvferry.bench.kernel_cases import (
+    embedding,
+    flash_attention,
+    gated,
+    matmul,
+    rms_norm,
+    rope_kv_write,
+)
 from kvferry.bench.kernel_cases.case import Case
 from kvferry.kernels.chips import Chip
 
-MODULES = (embedding, gated, rms_norm, rope_kv_write)
+MODULES = (flash_attention, rope_kv_write, rms_norm, gated, embedding, matmul)
 
 TILES_MARK = " @ "
 """Between the name of a case and the label of its tiles."""
