@@ -97,10 +97,15 @@ def round_half_even(b_x):
 
 @triton.jit
 def cache_from(b_x, KIND: tl.constexpr, DTYPE: tl.constexpr):
-    """float32, already divided by its scale -> elements of a KV cache of some KIND (FP8: uint8)."""
+    """float32, already divided by its scale -> elements of a KV cache of some KIND (FP8: uint8).
+
+    NaN as int8 is any number: it is the scale that is NaN then.
+    """
     if KIND == FLOAT:
         return narrow(b_x, DTYPE)
     elif KIND == INT8:
+        if _INTERPRETED:
+            b_x = tl.where(b_x == b_x, b_x, 0.0)
         return round_half_even(tl.clamp(b_x, -INT8_MAX, INT8_MAX)).to(tl.int8)
     elif KIND == E4M3 and not _INTERPRETED:
         b_inside = tl.clamp(b_x, -E4M3_MAX, E4M3_MAX)
