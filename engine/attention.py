@@ -24,6 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from kvferry.cache.paged import PagedKV
 from kvferry.engine.plan import Int64
 from kvferry.engine.step_tensors import StepTensors, token_slots
+from kvferry.models.decoder import Heads
 
 QUERY_BLOCK = 128
 MAX_BUCKET_TOKENS = 16384
@@ -75,10 +76,9 @@ class PagedAttention:
         # Reused by all layers: fresh memory would cost a page fault per 4 KiB each time.
         self._scratch = kv.tensor.new_empty((2, most, kv.num_kv_heads, kv.head_dim))
 
-    def __call__(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> torch.Tensor:
-        """Write ``k`` and ``v`` [T, Hkv, D], attend with ``q`` [T, Hq, D]; returns [T, Hq, D]."""
+    def __call__(self, layer: int, heads: Heads) -> torch.Tensor:
+        """Write keys and values to their slots, then attend: [T, Hq, D]."""
+        (q, k), v = heads.rotated(), heads.v
         cache_k, cache_v = self._keys_values[layer]
         k, v = k.to(cache_k.dtype), v.to(cache_v.dtype)
         cache_k.index_copy_(0, self._write_slots, k)

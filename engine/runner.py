@@ -2,37 +2,60 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 import torch
 
 from kvferry.cache.paged import PagedKV
 from kvferry.engine.attention import PagedAttention
+from kvferry.engine.kernel_attention import KernelAttention
 from kvferry.engine.plan import StepPlan, StepResult
 from kvferry.engine.sampler import sample
 from kvferry.engine.step_tensors import StepTensors
-from kvferry.models.decoder import Decoder
+from kvferry.kernels.ops import Backend
+from kvferry.models.decoder import Attend, Decoder
 
 
 class ModelRunner:
-    """A decoder on a paged cache. ``vocab_size`` is the tokenizer's: no id past it is sampled."""
+    """A decoder on a paged cache of the same device. ``vocab_size`` is the tokenizer's: no id past
+    it is sampled.
+    """
 
-    def __init__(
-        self, decoder: Decoder, kv: PagedKV, vocab_size: int, device: torch.device | str = "cpu"
-    ) -> None:
+    def __init__(self, decoder: Decoder, kv: PagedKV, vocab_size: int) -> None:
         self._decoder = decoder
-        self._kv = kv
+        self._block_size = kv.block_size
         self._vocab_size = vocab_size
-        self._device = torch.device(device)
+        self._device = kv.tensor.device
+        self._attention = attention_for(decoder, kv)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step and wait for its tokens. The KV of all rows is written, whatever their
         logits.
         """
-        tensors = StepTensors.build(plan, self._kv.block_size, self._device)
-        attend = PagedAttention(self._kv, tensors)
-        hidden = self._decoder(tensors.token_ids, tensors.positions, attend)
+        logits = self.logits(plan)
         if not len(plan.sampled):
             return StepResult(token_ids=np.zeros(0, dtype=np.int64))
-        logits = self._decoder.logits(hidden[tensors.sampled_tokens])
         return sample(logits, plan.sampling, self._vocab_size)
+
+    def logits(self, plan: StepPlan) -> torch.Tensor:
+        """Run one step: [num_sampled, V] in the compute dtype, on the device."""
+        tensors = StepTensors.build(plan, self._block_size, self._device)
+        hidden = self._decoder(tensors.token_ids, tensors.positions, self._attention(tensors))
+        return self._decoder.logits(hidden[tensors.sampled_tokens])
+
+
+def attention_for(decoder: Decoder, kv: PagedKV) -> Callable[[StepTensors], Attend]:
+    """What makes the decoder's callback for a step, by the backend of its ops."""
+    if decoder.backend is Backend.TORCH:
+        return partial(PagedAttention, kv)
+    spec = decoder.spec
+    return KernelAttention(
+        kv,
+        decoder.ops,
+        spec.num_heads,
+        spec.max_model_len,
+        batch_invariant=decoder.backend is Backend.TRITON_BATCH_INVARIANT,
+    )

@@ -2,16 +2,22 @@
 
 Shapes: S num_seqs, T num_tokens, R num_sampled. All index arithmetic is vectorised over sequences
 and tokens: this runs in every step, beside the scheduler.
+
+Sequences with up to SHORT_QUERY_LEN tokens stand before longer ones, in the plan's order otherwise:
+attention computes the two kinds differently. Sampled rows keep the plan's order.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from kvferry.engine.plan import Int32, Int64, StepPlan
+
+SHORT_QUERY_LEN = 16
+"""Tokens of a sequence that decodes or verifies a draft, at most."""
 
 
 @dataclass(slots=True, eq=False)
@@ -32,9 +38,12 @@ class StepTensors:
     """[S]"""
     block_tables: Int32
     """[S, max_blocks]"""
+    num_short: int
+    """The first so many sequences have up to SHORT_QUERY_LEN tokens."""
 
     @classmethod
     def build(cls, plan: StepPlan, block_size: int, device: torch.device | str) -> StepTensors:
+        plan = _short_first(plan)
         query_starts = np.zeros(len(plan.query_lens) + 1, dtype=np.int64)
         np.cumsum(plan.query_lens, out=query_starts[1:])
         positions = np.arange(len(plan.token_ids), dtype=np.int64)
@@ -50,7 +59,28 @@ class StepTensors:
             query_starts=query_starts,
             context_lens=plan.context_lens,
             block_tables=plan.block_tables,
+            num_short=int((plan.query_lens <= SHORT_QUERY_LEN).sum()),
         )
+
+
+def _short_first(plan: StepPlan) -> StepPlan:
+    """The same step with its short sequences before the others."""
+    is_long = plan.query_lens > SHORT_QUERY_LEN
+    if not (is_long[:-1] & ~is_long[1:]).any():
+        return plan
+    order = np.argsort(is_long, kind="stable")
+    query_lens = plan.query_lens[order]
+    starts = np.cumsum(plan.query_lens, dtype=np.int64) - plan.query_lens
+    new_starts = np.cumsum(query_lens, dtype=np.int64) - query_lens
+    tokens = np.arange(len(plan.token_ids)) + np.repeat(starts[order] - new_starts, query_lens)
+    return replace(
+        plan,
+        token_ids=plan.token_ids[tokens],
+        query_lens=query_lens,
+        context_lens=plan.context_lens[order],
+        block_tables=plan.block_tables[order],
+        sampled=np.argsort(order)[plan.sampled].astype(np.int32),
+    )
 
 
 def token_slots(block_tables: Int32, lengths: Int64, block_size: int) -> Int64:

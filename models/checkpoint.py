@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from kvferry.core.errors import ModelLoadError
+from kvferry.kernels.ops import Backend
 from kvferry.models.decoder import Decoder
 from kvferry.models.safetensors_writer import DTYPE_NAMES
 from kvferry.models.spec import ModelSpec
@@ -78,10 +79,15 @@ def needed_tensors(spec: ModelSpec, checkpoint: Checkpoint) -> dict[str, str]:
     return sources
 
 
-def fill_decoder(spec: ModelSpec, checkpoint: Checkpoint, dtype: torch.dtype) -> Decoder:
+def fill_decoder(
+    spec: ModelSpec,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    backend: Backend = Backend.TORCH,
+) -> Decoder:
     """Assign every parameter; tied embeddings share one. Raises as needed_tensors does."""
     sources = needed_tensors(spec, checkpoint)
-    decoder = Decoder(spec)
+    decoder = Decoder(spec, backend)
     tensors = {source: checkpoint.tensor(source).to(dtype) for source in {*sources.values()}}
     weights = {name: tensors[source] for name, source in sources.items()}
     decoder.load_state_dict(weights, strict=True, assign=True)

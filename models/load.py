@@ -20,6 +20,7 @@ import torch
 
 from kvferry.core.config import EMBEDDED_MODEL, ModelConfig
 from kvferry.core.errors import StartupError
+from kvferry.kernels.ops import backend_for
 from kvferry.models.checkpoint import Checkpoint, fill_decoder
 from kvferry.models.convert import convert_folder, convert_gguf, dtype_name, is_ready
 from kvferry.models.decoder import Decoder
@@ -31,13 +32,21 @@ from kvferry.models.weight_files import weight_files
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
-def load_model(folder: Path, dtype: torch.dtype, max_model_len: int | None = None) -> Decoder:
-    """Build the decoder of a Hugging Face folder with all weights in ``dtype`` on the CPU.
+def load_model(
+    folder: Path,
+    dtype: torch.dtype,
+    max_model_len: int | None = None,
+    device: torch.device | str = "cpu",
+) -> Decoder:
+    """Build the decoder of a Hugging Face folder with all weights in ``dtype`` on ``device``.
 
     Raises ModelLoadError naming the file, key or tensor; ConfigError for a context limit that the
     model cannot reach.
     """
-    return fill_decoder(read_spec(folder, max_model_len), Checkpoint(folder), dtype)
+    device = torch.device(device)
+    spec = read_spec(folder, max_model_len)
+    decoder = fill_decoder(spec, Checkpoint(folder), dtype, backend_for(device.type))
+    return decoder.to(device)
 
 
 def prepare(model: ModelConfig, progress: Callable[[str], None] = lambda stage: None) -> Path:

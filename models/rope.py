@@ -35,17 +35,11 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("inv_freq", frequencies, persistent=False)
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """positions [T] -> cos, sin [T, 1, D/2] in ``dtype``."""
+        """positions [T] -> cos, sin [T, D/2] in ``dtype``."""
         angles = positions[:, None].to(torch.float32) * self.inv_freq.to(torch.float32)
         cos = (angles.cos() * self.scale).to(dtype)
         sin = (angles.sin() * self.scale).to(dtype)
-        return cos[:, None], sin[:, None]
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + D/2) of x [T, H, D] by cos, sin [T, 1, D/2]."""
-    low, high = x.chunk(2, dim=-1)
-    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
+        return cos, sin
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int, max_model_len: int) -> Tensor:

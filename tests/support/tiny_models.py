@@ -20,6 +20,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from kvferry.models.decoder import Heads
+
 FAMILIES: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM, {}),
     "llama-bias": (LlamaConfig, LlamaForCausalLM, {"attention_bias": True, "mlp_bias": True}),
@@ -27,6 +29,7 @@ FAMILIES: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 24}),
 }
+
 VOCAB_SIZE = 96
 MAX_POSITION = 32
 _SIZES: dict[str, Any] = {
@@ -72,9 +75,9 @@ def our_logits(decoder: torch.nn.Module, token_ids: Tensor) -> Tensor:
         return decoder.logits(hidden)
 
 
-def dense_attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of one whole sequence: q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq, D]."""
-    heads_first = (x.transpose(0, 1)[None] for x in (q, k, v))
+def dense_attend(layer: int, heads: Heads) -> Tensor:
+    """Causal attention of one whole sequence -> [T, Hq, D]."""
+    heads_first = (x.transpose(0, 1)[None] for x in (*heads.rotated(), heads.v))
     out = F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)
     return out[0].transpose(0, 1)
 

@@ -1,0 +1,154 @@
+"""A model on one backend against the same weights in plain torch on the CPU, step by step.
+
+Used by `make gpu` on a device and by the tests in Triton's interpreter. The steps are an engine's: prompts in chunks beside decodes, drafts of several tokens, block tables in random order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from kvferry.cache.paged import PagedKV
+from kvferry.engine.plan import SamplingRows, StepPlan
+from kvferry.engine.runner import ModelRunner
+from kvferry.kernels.ops import Backend
+from kvferry.models.decoder import Decoder, Heads
+from kvferry.models.spec import ModelSpec
+
+STEPS = (
+    (37, 1, 16),
+    (1, 20, 0),
+    (4, 1, 3),
+)
+"""New tokens of each of three sequences, step by step; 0: not in this step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What is checked."""
+
+    backend: Backend
+    device: torch.device
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    block_size: int = 16
+    seed: int = 0
+
+
+def random_decoder(spec: ModelSpec, seed: int) -> Decoder:
+    """Float32 weights on the CPU, of a size that keeps activations near one."""
+    decoder = Decoder(spec)
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, parameter in decoder.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        weights[name] = 1 + 0.1 * noise if parameter.ndim == 1 else noise * noise.shape[1] ** -0.5
+    decoder.load_state_dict(weights, assign=True)
+    return decoder
+
+
+def on_backend(decoder: Decoder, setting: Setting) -> Decoder:
+    """The same weights, on the device and backend of a setting."""
+    copy = Decoder(decoder.spec, setting.backend)
+    weights = {
+        name: tensor.to(setting.device, setting.dtype)
+        for name, tensor in decoder.state_dict().items()
+    }
+    copy.load_state_dict(weights, assign=True)
+    copy.rotary.to(setting.device)
+    return copy
+
+
+@torch.inference_mode()
+def largest_error(decoder: Decoder, setting: Setting) -> float:
+    """max |logits - expected| / max |expected| over the last rows of all sequences and steps.
+
+    Expected: ``decoder`` (float32, CPU) over each whole sequence with dense attention.
+    """
+    generator = np.random.default_rng(setting.seed)
+    spec = decoder.spec
+    totals = np.sum(STEPS, axis=0)
+    tokens = [generator.integers(spec.vocab_size, size=int(total)) for total in totals]
+    expected = [_dense_logits(decoder, sequence) for sequence in tokens]
+    largest = max(float(logits.abs().max()) for logits in expected)
+    worst = 0.0
+    for logits, wanted in _run(on_backend(decoder, setting), setting, tokens, generator):
+        reference = torch.stack([expected[seq][end - 1] for seq, end in wanted])
+        error = float((logits.float().cpu() - reference).abs().max()) / largest
+        # max() would pass over NaN.
+        worst = error if not error <= worst else worst
+    return worst
+
+
+def _run(
+    decoder: Decoder,
+    setting: Setting,
+    tokens: list[np.ndarray],
+    generator: np.random.Generator,
+) -> list[tuple[Tensor, list[tuple[int, int]]]]:
+    """Per step the logits of its sequences, and for each (sequence, tokens so far)."""
+    spec, size = decoder.spec, setting.block_size
+    width = max(-(-len(sequence) // size) for sequence in tokens)
+    blocks = generator.permutation(len(tokens) * width + 2)
+    tables = blocks[: len(tokens) * width].reshape(len(tokens), width).astype(np.int32)
+    kv = PagedKV.allocate(
+        num_layers=spec.num_layers,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        block_size=size,
+        num_blocks=len(blocks),
+        dtype=setting.kv_dtype,
+        device=setting.device,
+    )
+    runner = ModelRunner(decoder, kv, spec.vocab_size)
+    done = np.zeros(len(tokens), np.int32)
+    results = []
+    for number, step in enumerate(STEPS):
+        seqs = np.flatnonzero(step)
+        counts = np.array(step, np.int32)[seqs]
+        new = [tokens[s][done[s] : done[s] + n] for s, n in zip(seqs, counts, strict=True)]
+        plan = _plan(number, new, done[seqs], tables[seqs])
+        done[seqs] += counts
+        results.append((runner.logits(plan), [(int(s), int(done[s])) for s in seqs]))
+    return results
+
+
+def _plan(
+    number: int, new: list[np.ndarray], context_lens: np.ndarray, tables: np.ndarray
+) -> StepPlan:
+    """A step whose sequences are all sampled."""
+    zeros = np.zeros(len(new))
+    sampling = SamplingRows(
+        temperature=zeros.astype(np.float32),
+        top_k=zeros.astype(np.int32),
+        top_p=np.ones(len(new), np.float32),
+        min_p=zeros.astype(np.float32),
+        seed=zeros.astype(np.uint64),
+        sample_index=zeros.astype(np.int32),
+        position=zeros.astype(np.int64),
+    )
+    return StepPlan(
+        step=number,
+        token_ids=np.concatenate(new),
+        query_lens=np.array([len(part) for part in new], np.int32),
+        context_lens=context_lens.copy(),
+        block_tables=tables,
+        sampled=np.arange(len(new), dtype=np.int32),
+        sampling=sampling,
+    )
+
+
+def _dense_logits(decoder: Decoder, tokens: np.ndarray) -> Tensor:
+    """[T, V] of a whole sequence at once."""
+
+    def attend(layer: int, heads: Heads) -> Tensor:
+        q, k, v = (part.transpose(0, 1)[None] for part in (*heads.rotated(), heads.v))
+        out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out[0].transpose(0, 1)
+
+    hidden = decoder(torch.from_numpy(tokens), torch.arange(len(tokens)), attend)
+    return decoder.logits(hidden)

@@ -1,0 +1,147 @@
+"""Attention over the paged cache by kernels that read it through the block table.
+
+Shapes: T tokens of a step, S sequences, Hq and Hkv heads, D head_dim.
+
+A step's sequences stand in two groups (StepTensors puts the short ones first): up to
+SHORT_QUERY_LEN new tokens go to flash_decoding, more go to flash_attention. Which group a sequence
+is in depends on itself alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from kvferry.cache.paged import PagedKV
+from kvferry.engine.plan import Int32
+from kvferry.engine.step_tensors import StepTensors
+from kvferry.kernels.flash_attention.plan import PrefillPlan
+from kvferry.kernels.flash_decoding.plan import SplitPlan
+from kvferry.kernels.kv_layer import KvLayer
+from kvferry.kernels.launch import chip_of, next_power_of_2
+from kvferry.kernels.ops import Ops
+from kvferry.models.decoder import Attend, Heads
+
+
+class KernelAttention:
+    """Makes the ``attend`` callback of each step; split plans are kept, one per bucket."""
+
+    def __init__(
+        self,
+        kv: PagedKV,
+        ops: Ops,
+        num_heads: int,
+        max_model_len: int,
+        *,
+        batch_invariant: bool = False,
+    ) -> None:
+        self._layers = [kv.layer(i) for i in range(kv.num_layers)]
+        self._ops = ops
+        self._num_heads = num_heads
+        self._max_model_len = max_model_len
+        self._batch_invariant = batch_invariant
+        self._split_plans: dict[tuple[int, int], SplitPlan] = {}
+
+    def __call__(self, tensors: StepTensors) -> Attend:
+        """Plan one step. The callback is valid until the next call."""
+        num_short, starts = tensors.num_short, tensors.query_starts
+        parts = []
+        if num_short:
+            parts.append(self._decoding(tensors, int(starts[num_short])))
+        if num_short < len(tensors.context_lens):
+            parts.append(self._prefill(tensors, int(starts[num_short])))
+
+        def attend(layer: int, heads: Heads) -> torch.Tensor:
+            kv = self._layers[layer]
+            norms = heads.q_norm, heads.k_norm, heads.eps
+            q = self._ops.rope_kv_write(
+                heads.q, heads.k, heads.v, heads.cos, heads.sin, tensors.slots, kv, *norms
+            )
+            out = torch.empty_like(q)
+            for part in parts:
+                part(q, kv, out)
+            return out
+
+        return attend
+
+    def _decoding(self, tensors: StepTensors, num_tokens: int) -> _Part:
+        """Attention of the short sequences, in the bucket that holds them."""
+        num_seqs = tensors.num_short
+        longest = int(np.diff(tensors.query_starts[: num_seqs + 1]).max())
+        plan = self._split_plan(num_seqs, longest)
+        padding = plan.num_seqs - num_seqs
+        device = self._layers[0].k.device
+        # Padding rows have no tokens, and block 0 as their table, which nothing reads.
+        starts = np.pad(tensors.query_starts[: num_seqs + 1], (0, padding), mode="edge")
+        query_starts = torch.from_numpy(starts.astype(np.int32)).to(device)
+        context_lens = _padded(tensors.context_lens[:num_seqs], padding).to(device)
+        tables = _padded(tensors.block_tables[:num_seqs], padding).to(device)
+        self._ops.plan_splits(context_lens, query_starts, plan)
+
+        def attend(q: torch.Tensor, kv: KvLayer, out: torch.Tensor) -> None:
+            self._ops.flash_decoding(
+                q[:num_tokens],
+                kv,
+                tables,
+                context_lens,
+                query_starts,
+                plan,
+                scale=_scale(q),
+                out=out[:num_tokens],
+            )
+
+        return attend
+
+    def _prefill(self, tensors: StepTensors, first_token: int) -> _Part:
+        """Attention of the long sequences, whose tokens begin at ``first_token``."""
+        long = slice(tensors.num_short, None)
+        device = self._layers[0].k.device
+        starts = (tensors.query_starts[long] - first_token).astype(np.int32)
+        plan = PrefillPlan.of(np.diff(starts), tensors.context_lens[long])
+        query_starts = torch.from_numpy(starts).to(device)
+        context_lens = torch.from_numpy(tensors.context_lens[long].copy()).to(device)
+        tables = torch.from_numpy(tensors.block_tables[long].copy()).to(device)
+
+        def attend(q: torch.Tensor, kv: KvLayer, out: torch.Tensor) -> None:
+            self._ops.flash_attention(
+                q[first_token:],
+                kv,
+                tables,
+                query_starts,
+                context_lens,
+                plan,
+                scale=_scale(q),
+                out=out[first_token:],
+            )
+
+        return attend
+
+    def _split_plan(self, num_seqs: int, max_query_len: int) -> SplitPlan:
+        bucket = (next_power_of_2(num_seqs), next_power_of_2(max_query_len))
+        if bucket not in self._split_plans:
+            kv = self._layers[0]
+            self._split_plans[bucket] = SplitPlan.for_bucket(
+                *bucket,
+                self._num_heads,
+                kv,
+                self._max_model_len,
+                chip_of(kv.k.device),
+                batch_invariant=self._batch_invariant,
+            )
+        return self._split_plans[bucket]
+
+
+_Part = Callable[[torch.Tensor, KvLayer, torch.Tensor], None]
+"""(q [T, Hq, D], layer, out [T, Hq, D]): fills its rows of ``out``."""
+
+
+def _scale(q: torch.Tensor) -> float:
+    return float(q.shape[-1] ** -0.5)
+
+
+def _padded(rows: Int32, count: int) -> torch.Tensor:
+    """``count`` more rows of zeros behind those given."""
+    widths = [(0, count)] + [(0, 0)] * (rows.ndim - 1)
+    return torch.from_numpy(np.pad(rows, widths))
