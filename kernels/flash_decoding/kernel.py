@@ -9,7 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvferry.kernels.language import FLOAT, cache_to, dot, narrow
+from kvferry.kernels.flash_decoding.unpack import unpack
+from kvferry.kernels.language import FLOAT, dot, narrow
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
@@ -20,15 +21,17 @@ _ITEM_FIELDS = tl.constexpr(4)
 def _load_query(p_q, o_q, m_q, DTYPE: tl.constexpr):
     """Rows of q in DTYPE and their factors: q = rows x factors. [M, D], [M, 1].
 
-    Where DTYPE is q's own the factors are 1; else rows are scaled to a largest magnitude of 1, so
-    that no bf16 value overflows in float16.
+    Where DTYPE is q's own the factors are 1; else they are powers of two that bring a row's largest
+    magnitude between 1 and 2, so that bf16 fits in float16 without rounding.
     """
     b_q = tl.load(p_q + o_q, mask=m_q, other=0.0)
     if b_q.dtype == DTYPE:
         return b_q, tl.full([b_q.shape[0], 1], 1.0, tl.float32)
     else:
         b_wide = b_q.to(tl.float32)
-        b_factor = tl.maximum(tl.max(tl.abs(b_wide), 1), 1e-30)[:, None]
+        b_largest = tl.maximum(tl.max(tl.abs(b_wide), 1), 1e-30)
+        b_exponent = b_largest.to(tl.uint32, bitcast=True) & 0x7F800000
+        b_factor = b_exponent.to(tl.float32, bitcast=True)[:, None]
         return narrow(b_wide / b_factor, DTYPE), b_factor
 
 
@@ -37,6 +40,18 @@ def _soft_cap(b_x, cap):
     """cap * tanh(x / cap) for x and the result in units of log2."""
     b_exp = tl.exp2(b_x * (2.0 / cap))
     return (cap * _LOG2E) * (1.0 - 2.0 / (b_exp + 1.0))
+
+
+@triton.jit
+def _block_of(p_table, i_tile, start, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The block of each key of a tile, or of the tile where it lies in one. int64 [N] or scalar."""
+    if BLOCK_SIZE % BLOCK_N == 0:
+        p_block = p_table + i_tile // (BLOCK_SIZE // BLOCK_N)
+        return tl.load(p_block, mask=i_tile * BLOCK_N < end, other=0).to(tl.int64)
+    else:
+        o_key = i_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        m_key = (o_key < end) & (o_key >= start)
+        return tl.load(p_table + o_key // BLOCK_SIZE, mask=m_key, other=0).to(tl.int64)
 
 
 @triton.jit
@@ -116,19 +131,18 @@ def flash_decoding_kernel(
         b_sum = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
+        i_block = _block_of(p_table, i_first_tile, start, end, BLOCK_SIZE, BLOCK_N)
         for i_tile in range(i_first_tile, i_first_tile + num_tiles):
+            i_next_block = _block_of(p_table, i_tile + 1, start, end, BLOCK_SIZE, BLOCK_N)
             o_key = i_tile * BLOCK_N + o_n
             m_key = (o_key < end) & (o_key >= start)
             if BLOCK_SIZE % BLOCK_N == 0:
-                # The tile lies in one block.
-                i_block = tl.load(p_table + i_tile // (BLOCK_SIZE // BLOCK_N)).to(tl.int64)
                 o_slot = i_tile % (BLOCK_SIZE // BLOCK_N) * BLOCK_N + o_n
             else:
-                i_block = tl.load(p_table + o_key // BLOCK_SIZE, mask=m_key, other=0).to(tl.int64)
                 o_slot = o_key % BLOCK_SIZE
             o_kv = (i_block * kv_block_stride + o_slot * kv_slot_stride)[:, None] + o_d[None, :]
             m_kv = m_key[:, None] & m_d[None, :]
-            b_k = cache_to(tl.load(p_k + o_kv, mask=m_kv, other=0), KIND, DTYPE)
+            b_k = unpack(tl.load(p_k + o_kv, mask=m_kv, other=0), KIND, DTYPE, False)
             b_s = dot(b_q, tl.trans(b_k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32)) * b_factor
             if KIND != FLOAT:
                 o_scale = (i_block * BLOCK_SIZE + o_slot) * num_kv_heads + i_head
@@ -147,7 +161,7 @@ def flash_decoding_kernel(
             b_rescale = tl.exp2(b_max - b_base)[:, None]
             b_sum = b_sum * b_rescale + b_p
             b_max = b_new_max
-            b_v = cache_to(tl.load(p_v + o_kv, mask=m_kv, other=0), KIND, DTYPE)
+            b_v = unpack(tl.load(p_v + o_kv, mask=m_kv, other=0), KIND, DTYPE, True)
             if KIND == FLOAT:
                 b_acc = dot(narrow(b_p, DTYPE), b_v, b_acc * b_rescale)
             else:
@@ -157,6 +171,7 @@ def flash_decoding_kernel(
                 b_p = narrow(b_p * (b_scale / largest)[None, :], DTYPE)
                 b_pv = dot(b_p, b_v, tl.zeros([BLOCK_M, BLOCK_D], tl.float32))
                 b_acc = b_acc * b_rescale + b_pv * largest
+            i_block = i_next_block
 
         b_total = tl.sum(b_sum, 1)
         m_seen = b_total > 0.0

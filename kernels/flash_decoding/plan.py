@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from kvferry.kernels.chips import Chip
-from kvferry.kernels.flash_decoding.configs import Config, config_for
+from kvferry.kernels.flash_decoding.configs import Config, config_for, max_rows
 from kvferry.kernels.kv_layer import KvLayer
 from kvferry.kernels.launch import next_power_of_2, require
 
@@ -79,10 +79,11 @@ class SplitPlan:
         require(1 <= max_query_len <= MAX_QUERY_LEN, "max_query_len", f"1 to {MAX_QUERY_LEN}")
         require(num_heads % kv.num_kv_heads == 0, "num_heads", "no multiple of the KV heads")
         require(window is None or window > 0, "window", "must be positive")
-        config = config or config_for(chip, kv.k.itemsize, kv.head_dim)
         rows = num_heads // kv.num_kv_heads * max_query_len
         # Fixed in a batch-invariant plan: another number of rows adds up in another order.
-        rows_per_tile = 16 if batch_invariant else min(64, max(16, next_power_of_2(rows)))
+        rows_per_tile = min(max(16, next_power_of_2(rows)), max_rows(kv.k.itemsize))
+        rows_per_tile = 16 if batch_invariant else rows_per_tile
+        config = config or config_for(chip, kv.k.itemsize, kv.head_dim, rows_per_tile)
         row_tiles = -(-rows // rows_per_tile)
         num_programs = max(
             1, chip.num_sms * config.programs_per_sm // (kv.num_kv_heads * row_tiles)
