@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -13,7 +13,7 @@ from kvferry.kernels.gated import reference
 from kvferry.kernels.gated.activation import Activation
 from kvferry.kernels.gated.wrapper import gated_launch
 
-REFERENCES = {
+REFERENCES: dict[Activation, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     Activation.SILU: reference.swiglu,
     Activation.GELU_TANH: reference.geglu,
     Activation.GELU: partial(reference.geglu, approximate=False),
