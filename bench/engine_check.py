@@ -1,10 +1,12 @@
 """A model on one backend against the same weights in plain torch on the CPU, step by step.
 
-Used by `make gpu` on a device and by the tests in Triton's interpreter. The steps are an engine's: prompts in chunks beside decodes, drafts of several tokens, block tables in random order.
+Used by `make gpu` on a device and by the tests in Triton's interpreter. The steps are an engine's:
+prompts in chunks beside decodes, drafts of several tokens, block tables in random order.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,12 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from kvferry.bench.report import Better, Claim, Scalar
 from kvferry.cache.paged import PagedKV
 from kvferry.engine.plan import SamplingRows, StepPlan
 from kvferry.engine.runner import ModelRunner
 from kvferry.kernels.ops import Backend
 from kvferry.models.decoder import Decoder, Heads
-from kvferry.models.spec import ModelSpec
+from kvferry.models.spec import ModelSpec, parse_spec
 
 STEPS = (
     (37, 1, 16),
@@ -37,6 +40,36 @@ class Setting:
     kv_dtype: torch.dtype
     block_size: int = 16
     seed: int = 0
+
+
+CONFIG = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 8192,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+# Largest relative error of the logits. Float types: roundings of eight sums per layer and product;
+# float32 products may be TF32 (10 bits). int8 and FP8: the cache's own rounding, 1/254 and 1/16 of
+# a head's largest element at most, averaged over the keys.
+SETTINGS = (
+    (Backend.TRITON, torch.float32, torch.float32, 16, 1e-2),
+    (Backend.TRITON, torch.bfloat16, torch.bfloat16, 16, 6e-2),
+    (Backend.TRITON, torch.bfloat16, torch.bfloat16, 128, 6e-2),
+    (Backend.TRITON, torch.float16, torch.float16, 64, 1e-2),
+    (Backend.TRITON, torch.bfloat16, torch.float8_e4m3fn, 64, 1e-1),
+    (Backend.TRITON, torch.bfloat16, torch.int8, 64, 7e-2),
+    (Backend.TRITON_BATCH_INVARIANT, torch.bfloat16, torch.bfloat16, 64, 6e-2),
+)
 
 
 def random_decoder(spec: ModelSpec, seed: int) -> Decoder:
@@ -152,3 +185,30 @@ def _dense_logits(decoder: Decoder, tokens: np.ndarray) -> Tensor:
 
     hidden = decoder(torch.from_numpy(tokens), torch.arange(len(tokens)), attend)
     return decoder.logits(hidden)
+
+
+def check_all(device: torch.device) -> tuple[list[dict[str, Scalar]], Claim]:
+    """A row per setting, and the number of those whose error is above its bound."""
+    decoder = random_decoder(parse_spec(CONFIG), seed=0)
+    rows: list[dict[str, Scalar]] = []
+    for backend, dtype, kv_dtype, block_size, bound in SETTINGS:
+        setting = Setting(
+            backend=backend, device=device, dtype=dtype, kv_dtype=kv_dtype, block_size=block_size
+        )
+        error = largest_error(decoder, setting)
+        rows.append(
+            {
+                "backend": backend.value,
+                "compute": str(dtype).removeprefix("torch."),
+                "kv": str(kv_dtype).removeprefix("torch."),
+                "block": block_size,
+                "error": error if math.isfinite(error) else str(error),
+                "bound": bound,
+                "outcome": "right" if error <= bound else "WRONG",
+            }
+        )
+    wrong = sum(row["outcome"] != "right" for row in rows)
+    claim = Claim(
+        id="gpu.engine_wrong_settings", value=wrong, better=Better.LOWER, goal=0, n=len(rows)
+    )
+    return rows, claim

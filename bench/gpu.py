@@ -18,8 +18,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree
 
+import torch
+
 import kvferry.bench
 from kvferry.bench import kernels
+from kvferry.bench.engine_check import check_all
 from kvferry.bench.options import finished, run_options
 from kvferry.bench.report import Better, Claim, Report, Scalar
 from kvferry.core.errors import StartupError
@@ -107,8 +110,15 @@ def read_outcome(xml: str) -> Found:
     return Found(rows=rows, claims=[claim])
 
 
+def engine_step(limit_s: float) -> Found:
+    """A model in steps of all kinds, its logits against the same weights on the CPU."""
+    rows, claim = check_all(torch.device("cuda"))
+    return Found(rows=rows, claims=[claim])
+
+
 STEPS = (
     Step("kernels", KERNELS_S, kernels_step),
+    Step("engine", 60.0, engine_step),
     Step("tests", 240.0, tests_step),
 )
 

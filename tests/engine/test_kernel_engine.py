@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+from step_plans import step_plan
 
-from kvferry.bench.engine_check import Setting, largest_error, random_decoder
+from kvferry.bench.engine_check import Setting, largest_error, on_backend, random_decoder
+from kvferry.cache.paged import PagedKV
+from kvferry.engine.runner import ModelRunner
 from kvferry.kernels.ops import Backend
 from kvferry.models.spec import parse_spec
 
@@ -61,3 +65,45 @@ def test_logits_of_all_steps(
     )
     error = largest_error(random_decoder(parse_spec(CONFIG), seeded), setting)
     assert error <= max(BOUNDS[dtype], BOUNDS[kv_dtype])
+
+
+@pytest.mark.slow
+def test_batch_invariant_logits_do_not_depend_on_neighbours(seeded: int) -> None:
+    """Bit for bit: alone, in a batch, in another row; in a prefill, a decode and a draft step."""
+    setting = Setting(
+        backend=Backend.TRITON_BATCH_INVARIANT,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        kv_dtype=torch.float32,
+    )
+    decoder = on_backend(random_decoder(parse_spec(CONFIG), seeded), setting)
+    tokens = np.random.default_rng(seeded).integers(96, size=40).tolist()
+    chunks, neighbours = (20, 1, 3), ([7] * 5, [8], [9] * 30)
+
+    def logits_of(row: int, width: int) -> torch.Tensor:
+        """Of the sequence in one row of a batch, after each of its chunks."""
+        kv = PagedKV.allocate(
+            num_layers=2,
+            num_kv_heads=1,
+            head_dim=64,
+            block_size=16,
+            num_blocks=16,
+            dtype=torch.float32,
+        )
+        runner, done, found = ModelRunner(decoder, kv, 96), 0, []
+        tables = [[4 * i, 4 * i + 1, 4 * i + 2] for i in range(width)]
+        for chunk in chunks:
+            queries = [neighbours[(row + i) % 3] for i in range(width)]
+            queries[row] = tokens[done : done + chunk]
+            contexts = [0] * width
+            contexts[row] = done
+            with torch.inference_mode():
+                logits = runner.logits(step_plan(queries, contexts, tables))
+            found.append(logits[row])
+            done += chunk
+        return torch.stack(found)
+
+    alone = logits_of(0, 1)
+    assert torch.isfinite(alone).all()
+    for row, width in ((0, 2), (2, 3)):
+        assert torch.equal(logits_of(row, width), alone)
