@@ -19,7 +19,13 @@ from kvferry.kernels.sampling.noise_kernel import (
     neg_log_exponential,
     words_of_ids,
 )
-from kvferry.kernels.sampling.row_kernel import NEG_INF, NO_ID, POS_INF, load_temperature
+from kvferry.kernels.sampling.row_kernel import (
+    NEG_INF,
+    NO_ID,
+    best_of_splits,
+    load_checked,
+    load_temperature,
+)
 
 
 @triton.jit
@@ -46,13 +52,7 @@ def race_kernel(
     its logits was not finite (EDITED: -inf is allowed).
     """
     i_row, i_split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    o_v = i_split * BLOCK + tl.arange(0, BLOCK)
-    b_raw = tl.load(p_logits + i_row * stride + o_v, mask=o_v < vocab_size, other=0.0)
-    b_raw = b_raw.to(tl.float32)
-    m_bad = (b_raw != b_raw) | (b_raw == POS_INF)
-    if not EDITED:
-        m_bad = m_bad | (b_raw == NEG_INF)
-    b_l = tl.where((o_v < vocab_size) & (m_bad == 0), b_raw, NEG_INF)
+    o_v, b_l, bad = load_checked(p_logits, i_row, i_split, stride, vocab_size, EDITED, BLOCK)
     top = tl.max(b_l, axis=0)
     temperature, is_greedy = load_temperature(p_temperature, i_row)
     threshold = NEG_INF
@@ -76,27 +76,7 @@ def race_kernel(
     tl.store(p_score + i_out, best)
     tl.store(p_id + i_out, tl.min(tl.where(b_score == best, o_v, NO_ID), axis=0))
     tl.store(p_top + i_out, top)
-    tl.store(p_bad + i_out, tl.max(m_bad.to(tl.int32), axis=0))
-
-
-@triton.jit
-def best_of_splits(
-    p_score, p_id, p_top, p_bad, i_row, num_splits, temperature, is_greedy, SPLITS: tl.constexpr
-):
-    """The id with the best score of a whole row, 0 if none is left, and whether the row is bad."""
-    o_s = tl.arange(0, SPLITS)
-    m_s = o_s < num_splits
-    p_at = i_row * num_splits + o_s
-    b_score = tl.load(p_score + p_at, mask=m_s, other=NEG_INF)
-    b_id = tl.load(p_id + p_at, mask=m_s, other=NO_ID)
-    b_top = tl.load(p_top + p_at, mask=m_s, other=NEG_INF)
-    bad = tl.max(tl.load(p_bad + p_at, mask=m_s, other=0), axis=0) > 0
-    top = tl.max(b_top, axis=0)
-    b_shift = (b_top - tl.where(top > NEG_INF, top, 0.0)) / temperature
-    b_total = b_score + tl.where(is_greedy | (top == NEG_INF), 0.0, b_shift)
-    best = tl.max(b_total, axis=0)
-    token = tl.min(tl.where(b_total == best, b_id, NO_ID), axis=0)
-    return tl.where((best > NEG_INF) & (bad == 0), token, 0), bad
+    tl.store(p_bad + i_out, bad)
 
 
 @triton.jit
@@ -106,7 +86,7 @@ def merge_kernel(
     """Token and validity of each row."""
     i_row = tl.program_id(0).to(tl.int64)
     temperature, is_greedy = load_temperature(p_temperature, i_row)
-    token, bad = best_of_splits(
+    token, bad, _ = best_of_splits(
         p_score, p_id, p_top, p_bad, i_row, num_splits, temperature, is_greedy, SPLITS
     )
     tl.store(p_token + i_row, token.to(tl.int64))

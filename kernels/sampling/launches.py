@@ -54,13 +54,13 @@ def threshold_launches(
 ) -> list[Launch]:
     """Fill ``threshold`` float32 [R]."""
     rows, device = len(logits), logits.device
-    top, mass = (_floats(device, rows, split.count) for _ in range(2))
-    pivot = _floats(device, rows, NUM_PIVOTS.value)
-    above = _floats(device, rows, split.count, 2, NUM_PIVOTS.value)
-    found = _floats(device, rows, split.count, split.block)
+    top, mass = (floats(device, rows, split.count) for _ in range(2))
+    pivot = floats(device, rows, NUM_PIVOTS.value)
+    above = floats(device, rows, split.count, 2, NUM_PIVOTS.value)
+    found = floats(device, rows, split.count, split.block)
     num_found = torch.empty(rows, split.count, dtype=torch.int32, device=device)
-    facts = _floats(device, rows, ROW_FACTS.value)
-    row = _row_args(logits, params, split)
+    facts = floats(device, rows, ROW_FACTS.value)
+    row = row_args(logits, params, split)
     tops = {"p_top": top, "p_mass": mass}
     pivots = {"p_pivot": pivot, "p_above": above}
     limits = {"p_top_k": params.top_k, "p_top_p": params.top_p}
@@ -104,10 +104,10 @@ def sample_launches(
     split = Split.of(vocab_size)
     launches, threshold = [], None
     if params.filtered:
-        threshold = _floats(device, rows)
+        threshold = floats(device, rows)
         launches = threshold_launches(logits, params, threshold, split)
     best = partial_results(device, rows, split)
-    race = _row_args(logits, params, split) | noise_args(params) | best
+    race = row_args(logits, params, split) | noise_args(params) | best
     constants = {"FILTERED": params.filtered, "EDITED": edited, "BLOCK": split.block}
     merge = {
         "p_temperature": params.temperature,
@@ -145,7 +145,7 @@ def split_launch(
 def partial_results(device: torch.device, rows: int, split: Split) -> dict[str, torch.Tensor]:
     """What a race leaves per split."""
     ids, bad = (torch.empty(rows, split.count, dtype=torch.int32, device=device) for _ in range(2))
-    score, top = (_floats(device, rows, split.count) for _ in range(2))
+    score, top = (floats(device, rows, split.count) for _ in range(2))
     return {"p_score": score, "p_id": ids, "p_top": top, "p_bad": bad}
 
 
@@ -186,7 +186,7 @@ def check(tensor: torch.Tensor, name: str, dtype: torch.dtype, *shape: int) -> N
     require(fits, name, f"must be {dtype} {list(shape)}, contiguous")
 
 
-def _row_args(logits: torch.Tensor, params: SamplingTensors, split: Split) -> dict[str, Any]:
+def row_args(logits: torch.Tensor, params: SamplingTensors, split: Split) -> dict[str, Any]:
     return {
         "p_logits": logits,
         "p_temperature": params.temperature,
@@ -196,5 +196,5 @@ def _row_args(logits: torch.Tensor, params: SamplingTensors, split: Split) -> di
     }
 
 
-def _floats(device: torch.device, *shape: int) -> torch.Tensor:
+def floats(device: torch.device, *shape: int) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.float32, device=device)

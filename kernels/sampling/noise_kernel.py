@@ -15,8 +15,8 @@ RESIDUAL_DOMAIN = tl.constexpr(_RESIDUAL_DOMAIN)
 
 
 @triton.jit
-def philox4x32(b_group, position, sample_index, seed, DOMAIN: tl.constexpr):
-    """Four uint32 words for each counter (group, position, sample index, DOMAIN).
+def philox4x32(b_group, position, sample_index, seed, domain):
+    """Four uint32 words for each counter (group, position, sample index, domain).
 
     b_group int32 [G]; position and seed int64 scalars, sample_index an int32 scalar.
     """
@@ -24,7 +24,7 @@ def philox4x32(b_group, position, sample_index, seed, DOMAIN: tl.constexpr):
     b_c0 = b_group.to(tl.uint32)
     b_c1 = b_zero + (position & 0xFFFFFFFF).to(tl.uint32)
     b_c2 = b_zero + sample_index.to(tl.uint32)
-    b_c3 = b_zero + DOMAIN
+    b_c3 = b_zero + domain
     # The keys stay in 64 bits: their sums wrap around, which the interpreter warns of in scalars.
     k0 = seed & 0xFFFFFFFF
     k1 = (seed >> 32) & 0xFFFFFFFF
@@ -43,10 +43,10 @@ def philox4x32(b_group, position, sample_index, seed, DOMAIN: tl.constexpr):
 
 
 @triton.jit
-def words_of_ids(first_id, position, sample_index, seed, DOMAIN: tl.constexpr, BLOCK: tl.constexpr):
+def words_of_ids(first_id, position, sample_index, seed, domain, BLOCK: tl.constexpr):
     """uint32 words of the BLOCK ids from ``first_id``, a multiple of 4, on."""
     b_group = first_id // 4 + tl.arange(0, BLOCK // 4)
-    b_w0, b_w1, b_w2, b_w3 = philox4x32(b_group, position, sample_index, seed, DOMAIN)
+    b_w0, b_w1, b_w2, b_w3 = philox4x32(b_group, position, sample_index, seed, domain)
     return tl.interleave(tl.interleave(b_w0, b_w2), tl.interleave(b_w1, b_w3))
 
 

@@ -17,23 +17,13 @@ from kvferry.kernels.sampling.row_kernel import (
     load_split,
     load_temperature,
     mass_of,
+    row_top,
 )
 
 NUM_PIVOTS = tl.constexpr(8)
 # Floats per row that gather_kernel leaves: lower and upper end of the bracket, count and mass from
 # upper on, largest logit, mass of the row; two are unused.
 ROW_FACTS = tl.constexpr(8)
-
-
-@triton.jit
-def row_top(p_top, p_mass, i_row, num_splits, temperature, SPLITS: tl.constexpr):
-    """Largest logit and mass of a whole row, from those of its splits."""
-    o_s = tl.arange(0, SPLITS)
-    m_s = o_s < num_splits
-    b_top = tl.load(p_top + i_row * num_splits + o_s, mask=m_s, other=NEG_INF)
-    b_mass = tl.load(p_mass + i_row * num_splits + o_s, mask=m_s, other=0.0)
-    top = tl.max(b_top, axis=0)
-    return top, tl.sum(b_mass * mass_of(b_top, top, temperature), axis=0)
 
 
 @triton.jit
