@@ -11,11 +11,12 @@ from kvferry.bench.kernel_cases import (
     matmul,
     rms_norm,
     rope_kv_write,
+    sampling,
 )
 from kvferry.bench.kernel_cases.case import Case
 from kvferry.kernels.chips import Chip
 
-MODULES = (flash_attention, rope_kv_write, rms_norm, gated, embedding, matmul)
+MODULES = (flash_attention, rope_kv_write, rms_norm, gated, embedding, matmul, sampling)
 
 TILES_MARK = " @ "
 """Between the name of a case and the label of its tiles."""
