@@ -31,6 +31,18 @@ class Config:
     programs_per_sm: int = 2
     """Programs that share an SM; the grid is as many as the chip holds at once."""
 
+    def __str__(self) -> str:
+        return (
+            f"{self.tile} keys, {self.num_stages} stages, {self.num_warps} warps, "
+            f"{self.programs_per_sm} per SM"
+        )
+
+    def shared_nbytes(self, itemsize: int, head_dim: int) -> int:
+        """About what an SM must have for its programs: the tiles under way, and V in 16 bits."""
+        row = next_power_of_2(head_dim)
+        tiles = 2 * (self.num_stages - 1) * itemsize + (2 if itemsize == 1 else 0)
+        return self.programs_per_sm * self.tile * row * tiles
+
 
 def max_rows(itemsize: int) -> int:
     """Rows of queries that one tile can have: what conversion leaves of the registers."""

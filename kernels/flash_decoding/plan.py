@@ -27,7 +27,8 @@ from kvferry.kernels.launch import next_power_of_2, require
 
 MAX_QUERY_LEN = 16
 INVARIANT_SPLIT = 1024
-"""Tokens per item of a batch-invariant plan."""
+"""A good number of tokens per item of a batch-invariant plan: 32 programs share 32k tokens of each
+KV head, and partial results are 1/256 of what was read (4 query heads per KV head, bf16)."""
 ITEM_FIELDS = 4
 """Sequence, first tile, number of tiles, and one that makes an item 16 bytes."""
 
@@ -43,6 +44,8 @@ class SplitPlan:
     """Queries per sequence that the launch has room for, 1 to MAX_QUERY_LEN."""
     rows_per_tile: int
     """Rows of R that are multiplied at a time."""
+    max_len: int
+    """Tokens of a sequence, its queries included, that there is room for."""
     window: int | None
     """Keys that a query sees, itself included; None: all."""
     split_tiles: int
@@ -69,12 +72,14 @@ class SplitPlan:
         chip: Chip,
         *,
         window: int | None = None,
-        batch_invariant: bool = False,
+        invariant_split: int | None = None,
         config: Config | None = None,
     ) -> SplitPlan:
         """A plan for up to ``num_seqs`` sequences of up to ``max_len`` tokens, on ``kv``'s device.
 
-        ``plan_splits`` sets its contents in each step. Raises ValueError naming what does not fit.
+        ``plan_splits`` sets its contents in each step. With ``invariant_split``, items end at
+        multiples of so many tokens of a sequence, else where it suits the whole batch. Raises
+        ValueError naming what does not fit.
         """
         require(1 <= max_query_len <= MAX_QUERY_LEN, "max_query_len", f"1 to {MAX_QUERY_LEN}")
         require(num_heads % kv.num_kv_heads == 0, "num_heads", "no multiple of the KV heads")
@@ -82,17 +87,20 @@ class SplitPlan:
         rows = num_heads // kv.num_kv_heads * max_query_len
         # Fixed in a batch-invariant plan: another number of rows adds up in another order.
         rows_per_tile = min(max(16, next_power_of_2(rows)), max_rows(kv.k.itemsize))
-        rows_per_tile = 16 if batch_invariant else rows_per_tile
+        rows_per_tile = rows_per_tile if invariant_split is None else 16
         config = config or config_for(chip, kv.k.itemsize, kv.head_dim, rows_per_tile)
         row_tiles = -(-rows // rows_per_tile)
         num_programs = max(
             1, chip.num_sms * config.programs_per_sm // (kv.num_kv_heads * row_tiles)
         )
-        split_tiles = max(1, INVARIANT_SPLIT // config.tile) if batch_invariant else 0
-        if batch_invariant:
-            capacity = num_seqs * -(-max_len // (split_tiles * config.tile))
-        else:
-            capacity = num_seqs + num_programs
+        split_tiles, capacity = 0, num_seqs + num_programs
+        if invariant_split is not None:
+            fits = invariant_split > 0 and invariant_split % config.tile == 0
+            require(fits, "invariant_split", f"must be a multiple of the tile's {config.tile}")
+            split_tiles = invariant_split // config.tile
+            # A window may begin inside a split, and then reaches into one more.
+            longest = max_len if window is None else min(max_len, window + max_query_len - 1)
+            capacity = num_seqs * (-(-longest // invariant_split) + (window is not None))
         device = kv.k.device
         int32 = {"dtype": torch.int32, "device": device}
         float32 = {"dtype": torch.float32, "device": device}
@@ -100,6 +108,7 @@ class SplitPlan:
         return cls(
             config=config,
             max_query_len=max_query_len,
+            max_len=max_len,
             rows_per_tile=rows_per_tile,
             window=window,
             split_tiles=split_tiles,

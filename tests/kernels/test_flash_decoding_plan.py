@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.kernels.chips import CHIPS, INTERPRETER
-from kvferry.kernels.flash_decoding import plan, reference, wrapper
+from kvferry.kernels.flash_decoding import reference, wrapper
 from kvferry.kernels.flash_decoding.configs import Config
 from kvferry.kernels.flash_decoding.plan import SplitPlan
 from kvferry.kernels.kv_layer import KvLayer
@@ -25,7 +26,7 @@ class Bucket:
     lengths: list[tuple[int, int]]
     num_programs: int
     window: int | None
-    batch_invariant: bool
+    invariant_split: int | None
 
     def plan(self) -> SplitPlan:
         """One program per SM and a single KV head: as many programs as SMs."""
@@ -38,7 +39,7 @@ class Bucket:
             MAX_LEN,
             dataclasses.replace(INTERPRETER, num_sms=self.num_programs),
             window=self.window,
-            batch_invariant=self.batch_invariant,
+            invariant_split=self.invariant_split,
             config=Config(tile=TILE, programs_per_sm=1),
         )
         names = ("items", "program_items", "seq_items")
@@ -82,7 +83,7 @@ def buckets(draw: st.DrawFn, most_seqs: int, most_programs: int) -> Bucket:
         ),
         draw(st.integers(1, most_programs)),
         draw(st.none() | st.integers(1, 3000)),
-        draw(st.booleans()),
+        draw(st.sampled_from([None, TILE, 10 * TILE, 1024])),
     )
 
 
@@ -117,7 +118,7 @@ def test_every_tile_belongs_to_one_item_and_every_item_to_one_program(bucket: Bu
     assert program_items == sorted(program_items)
     loads = [
         sum(item[2] for item in items[first:last])
-        for first, last in zip(program_items, program_items[1:], strict=False)
+        for first, last in itertools.pairwise(program_items)
     ]
     fair = -(-sum(loads) // bucket.num_programs)
     assert max(loads) <= fair + max(0, splits.split_tiles - 1)
@@ -129,7 +130,7 @@ def test_every_tile_belongs_to_one_item_and_every_item_to_one_program(bucket: Bu
     others=buckets(most_seqs=10, most_programs=20),
 )
 def test_batch_invariant_splits_do_not_know_the_batch(bucket: Bucket, others: Bucket) -> None:
-    bucket = dataclasses.replace(bucket, batch_invariant=True, max_query_len=16)
+    bucket = dataclasses.replace(bucket, invariant_split=160, max_query_len=16)
     context_len, num_queries = bucket.lengths[0]
     more = dataclasses.replace(bucket, lengths=[*others.lengths, (context_len, num_queries)])
     ranges = []
@@ -139,8 +140,7 @@ def test_batch_invariant_splits_do_not_know_the_batch(bucket: Bucket, others: Bu
         first, last = splits.seq_items[i_seq : i_seq + 2].tolist()
         ranges.append(splits.items[first:last, 1:3].tolist())
     assert ranges[0] == ranges[1]
-    per_split = plan.INVARIANT_SPLIT // TILE
-    assert all(tile % per_split == 0 for tile, _ in ranges[0][1:])
+    assert all(tile % 10 == 0 for tile, _ in ranges[0][1:])
 
 
 def test_the_grid_follows_from_the_bucket_alone() -> None:
@@ -159,6 +159,8 @@ def test_the_grid_follows_from_the_bucket_alone() -> None:
         ("max_query_len", {"max_query_len": 17}),
         ("num_heads", {"num_heads": 3}),
         ("window", {"window": 0}),
+        ("invariant_split", {"invariant_split": 0}),
+        ("invariant_split", {"invariant_split": 100}),
     ],
 )
 def test_bad_buckets_are_named(named: str, changes: dict[str, int]) -> None:
