@@ -56,7 +56,7 @@ def _quant_matmul(bits: int, m: int, n: int, k: int, device: torch.device, chip:
     words = (k // UNIT, n, 8 * bits)
     weight = QuantWeight(
         packed=torch.randint(-(2**15), 2**15, words, device=device, dtype=torch.int16),
-        scales=torch.rand(k // GROUP_SIZE, n, device=device, dtype=torch.float16),
+        scales=torch.rand(k // UNIT, n, UNIT // GROUP_SIZE, device=device, dtype=torch.float16),
         zeros=None,
         bits=bits,
         group_size=GROUP_SIZE,

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from kvferry.kernels.language import dot, narrow
-from kvferry.kernels.quant_matmul.unpack import unpack_4, unpack_8
+from kvferry.kernels.quant_matmul.unpack import unpack_4, unpack_4_zero, unpack_8
 
 UNIT = tl.constexpr(128)
 SLICE = tl.constexpr(32)
@@ -29,6 +29,7 @@ def quant_matmul_kernel(
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
     SPLIT: tl.constexpr,
+    EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -42,47 +43,66 @@ def quant_matmul_kernel(
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
     o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
     o_j = tl.arange(0, SLICE)
-    m_n, m_m = o_n < N, o_m < M
     WORDS: tl.constexpr = 8 * BITS
     PER_WORD: tl.constexpr = 16 // BITS
+    GROUPS: tl.constexpr = UNIT // GROUP
+    # Rows outside of the matrices read the last one instead of a mask per load; nobody stores them.
+    o_row_n = tl.minimum(o_n, N - 1).to(tl.int64)
+    o_row_m = tl.minimum(o_m, M - 1).to(tl.int64)
+    row_stride = tl.full([], 1, tl.int64) * N
+    o_g = o_row_n[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :]
+    p_rows = p_packed + o_row_n[:, None] * WORDS + o_j[None, :]
+    p_x_rows = p_x + o_row_m[None, :] * x_stride + o_j[:, None]
     i_first = i_split * units_per_split
     i_last = min(i_first + units_per_split, tl.cdiv(K, UNIT))
-    unit_stride = tl.full([], WORDS, tl.int64) * N
-    p_rows = p_packed + o_n.to(tl.int64)[:, None] * WORDS + o_j[None, :]
-    p_x_rows = p_x + o_m.to(tl.int64)[None, :] * x_stride + o_j[:, None]
     b_acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    b_next = tl.load(p_scales + i_first * row_stride * GROUPS + o_g)
     for i_unit in range(i_first, i_last):
-        p_unit = p_rows + i_unit * unit_stride
+        # Scales are too few for the asynchronous copies that bring words and x: one unit ahead.
+        b_scales = b_next
+        i_next = min(i_unit + 1, i_last - 1)
+        b_next = tl.load(p_scales + i_next * row_stride * GROUPS + o_g)
         for i_slice in tl.static_range(UNIT // SLICE):
             if i_slice % PER_WORD == 0:
-                p_run = p_unit + (i_slice // PER_WORD) * SLICE
-                b_words = tl.load(p_run, mask=m_n[:, None], other=0)
+                i_run = (i_slice // PER_WORD) * SLICE
+                b_words = tl.load(p_rows + i_unit * row_stride * WORDS + i_run)
             o_k = i_unit * UNIT + i_slice * SLICE
-            m_x = m_m[None, :] & (o_k + o_j < K)[:, None]
-            b_x = tl.load(p_x_rows + o_k, mask=m_x, other=0.0)
-            if (i_slice * SLICE) % GROUP == 0:
-                o_g = (o_k // GROUP) * N + o_n
-                m_g = m_n & (o_k < K)
-                b_scale = tl.load(p_scales + o_g, mask=m_g, other=0.0).to(tl.float32)
-                b_part = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-                b_zero = tl.full([1, 1], 8, tl.int16)
-                if p_zeros is not None:
-                    b_zero = tl.load(p_zeros + o_g, mask=m_g, other=0).to(tl.int16)[:, None]
-            if BITS == 4:
-                b_w = unpack_4(b_words, 4 * (i_slice % 4), b_zero, p_x.dtype.element_ty)
+            if EVEN_K:
+                b_x = tl.load(p_x_rows + o_k)
             else:
+                b_x = tl.load(p_x_rows + o_k, mask=(o_k + o_j < K)[:, None], other=0.0)
+            if (i_slice * SLICE) % GROUP == 0:
+                i_group = i_slice * SLICE // GROUP
+                b_part = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+                if p_zeros is not None:
+                    o_zero = i_unit * row_stride * GROUPS + o_row_n * GROUPS + i_group
+                    b_zero = tl.load(p_zeros + o_zero)[:, None]
+            if BITS == 8:
                 b_w = unpack_8(b_words, 8 * (i_slice % 2), p_x.dtype.element_ty)
+            elif p_zeros is not None:
+                b_w = unpack_4_zero(b_words, 4 * i_slice, b_zero, p_x.dtype.element_ty)
+            else:
+                b_w = unpack_4(b_words, 4 * i_slice, p_x.dtype.element_ty)
             b_part = dot(b_w, b_x, b_part)
             if (i_slice * SLICE + SLICE) % GROUP == 0:
-                b_acc += b_part * b_scale[:, None]
-    m_out = m_m[None, :] & m_n[:, None]
-    p_tile = p_out + (i_split * M + o_m).to(tl.int64)[None, :] * N + o_n[:, None]
-    if SPLIT:
-        tl.store(p_tile, b_acc, mask=m_out)
+                b_acc += b_part * _column(b_scales, i_group, GROUPS).to(tl.float32)
+    m_n = o_n < N
+    p_tile = p_out + (i_split * row_stride * M) + o_m.to(tl.int64)[None, :] * N + o_n[:, None]
+    if p_bias is not None:
+        b_acc += tl.load(p_bias + o_n, mask=m_n, other=0.0).to(tl.float32)[:, None]
+    b_out = b_acc if SPLIT else narrow(b_acc, p_out.dtype.element_ty)
+    tl.store(p_tile, b_out, mask=(o_m < M)[None, :] & m_n[:, None])
+
+
+@triton.jit
+def _column(b_x, COLUMN: tl.constexpr, NUM: tl.constexpr):
+    """Column COLUMN of [R, NUM] as [R, 1]; NUM is 1, 2 or 4."""
+    if NUM == 1:
+        return b_x
     else:
-        if p_bias is not None:
-            b_acc += tl.load(p_bias + o_n, mask=m_n, other=0.0).to(tl.float32)[:, None]
-        tl.store(p_tile, narrow(b_acc, p_out.dtype.element_ty), mask=m_out)
+        # The last bit of the column picks from pairs, the other one from what is left.
+        b_even, b_odd = tl.split(b_x.reshape(b_x.shape[0], NUM // 2, 2))
+        return _column(b_odd if COLUMN % 2 else b_even, COLUMN // 2, NUM // 2)
 
 
 @triton.jit

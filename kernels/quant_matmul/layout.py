@@ -12,7 +12,8 @@ bits holds the codes of 4 (4 bit) or 2 (8 bit) slices at the same place j within
 
 So one shift and one mask turn a tile of words into a tile of 32 consecutive inputs, in the very
 places where the matrix instruction wants them, and a group of 32, 64 or 128 inputs is 1, 2 or 4
-slices. Inputs beyond K have code 0.
+slices. Inputs beyond K have code 0, groups beyond K scale 0. Scales and zeros are kept in the same
+way, all rows of a unit together, 128 / G per row.
 """
 
 from __future__ import annotations
@@ -31,15 +32,19 @@ SCALE_TYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class QuantWeight:
-    """A weight of N x K. Value: ``scales[k // G, n] * (code[n, k] - zero[k // G, n])``."""
+    """A weight of N x K.
+
+    Value of an element of group g, the (g % (128 / G))-th of unit g // (128 / G):
+    ``scale[n, g] * (code[n, k] - zero[n, g])``.
+    """
 
     packed: torch.Tensor
     """int16 [U, N, 8 * bits]: see the head of this module. 4 bit codes are 0..15; 8 bit codes are
     two's complement."""
     scales: torch.Tensor
-    """[K / G, N], of one of SCALE_TYPES."""
+    """[U, N, 128 / G], of one of SCALE_TYPES."""
     zeros: torch.Tensor | None
-    """uint8 [K / G, N], 0..15; None: symmetric, zero is 8 for 4 bit and 0 for 8 bit."""
+    """uint8 [U, N, 128 / G], 0..15; None: symmetric, zero is 8 for 4 bit and 0 for 8 bit."""
     bits: int
     """4 or 8."""
     group_size: int
@@ -67,7 +72,7 @@ class QuantWeight:
         units = (-(-k // UNIT), n, 8 * self.bits)
         if self.packed.shape != units or self.packed.dtype is not torch.int16:
             raise ValueError(f"weight.packed: must be int16 {units}")
-        groups = (k // self.group_size, n)
+        groups = (-(-k // UNIT), n, UNIT // self.group_size)
         if self.scales.shape != groups or self.scales.dtype not in SCALE_TYPES:
             raise ValueError(f"weight.scales: must be {groups} of a float type")
         if self.zeros is not None and (
@@ -102,3 +107,18 @@ def unpack(packed: torch.Tensor, bits: int, num_inputs: int) -> torch.Tensor:
     if bits == 8:
         codes = torch.where(codes >= 128, codes - 256, codes)
     return codes.reshape(n, num_units * UNIT)[:, :num_inputs].contiguous()
+
+
+def by_unit(values: torch.Tensor, group_size: int) -> torch.Tensor:
+    """Scales or zeros [N, K / G], as checkpoints have them -> [U, N, 128 / G], 0 beyond K."""
+    n, num_groups = values.shape
+    per_unit = UNIT // group_size
+    num_units = -(-num_groups // per_unit)
+    padded = values.new_zeros(n, num_units * per_unit)
+    padded[:, :num_groups] = values
+    return padded.view(n, num_units, per_unit).transpose(0, 1).contiguous()
+
+
+def by_group(values: torch.Tensor, num_groups: int) -> torch.Tensor:
+    """Scales or zeros [U, N, 128 / G] -> [N, K / G]."""
+    return values.transpose(0, 1).flatten(1)[:, :num_groups]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from kvferry.kernels.quant_matmul.layout import QuantWeight, pack, unpack
+from kvferry.kernels.quant_matmul.layout import QuantWeight, by_group, by_unit, pack, unpack
 
 
 def quant_matmul(
@@ -60,8 +60,8 @@ def quantise(
         codes = codes + 8 if bits == 4 else codes
     made = QuantWeight(
         packed=pack(codes.view(n, k).to(torch.int32), bits),
-        scales=scales.T.to(scale_dtype).contiguous(),
-        zeros=None if zeros is None else zeros.T.to(torch.uint8).contiguous(),
+        scales=by_unit(scales.to(scale_dtype), group_size),
+        zeros=None if zeros is None else by_unit(zeros.to(torch.uint8), group_size),
         bits=bits,
         group_size=group_size,
         num_inputs=k,
@@ -73,12 +73,17 @@ def quantise(
 def dequantise(weight: QuantWeight, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """The weight's values [N, K]."""
     codes = unpack(weight.packed, weight.bits, weight.num_inputs).to(dtype)
-    scales = weight.scales.T.to(dtype).repeat_interleave(weight.group_size, 1)
-    if weight.zeros is not None:
-        zeros = weight.zeros.T.to(dtype).repeat_interleave(weight.group_size, 1)
-    else:
+    if weight.zeros is None:
         zeros = torch.full_like(codes, 8 if weight.bits == 4 else 0)
-    return scales * (codes - zeros)
+    else:
+        zeros = _per_input(weight.zeros.to(dtype), weight)
+    return _per_input(weight.scales.to(dtype), weight) * (codes - zeros)
+
+
+def _per_input(values: torch.Tensor, weight: QuantWeight) -> torch.Tensor:
+    """Values of groups [U, N, 128 / G] -> of inputs [N, K]."""
+    num_groups = weight.num_inputs // weight.group_size
+    return by_group(values, num_groups).repeat_interleave(weight.group_size, 1)
 
 
 def _inverse(scales: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from kvferry.kernels.chips import Chip
 from kvferry.kernels.launch import Launch, chip_of, require
 from kvferry.kernels.quant_matmul.configs import Split, Tile, split_for, tile_for
 from kvferry.kernels.quant_matmul.kernel import quant_matmul_kernel, sum_splits_kernel
-from kvferry.kernels.quant_matmul.layout import QuantWeight
+from kvferry.kernels.quant_matmul.layout import UNIT, QuantWeight
 
 TYPES = (torch.bfloat16, torch.float16)
 SUM_BLOCK = 256
@@ -91,6 +91,7 @@ def _product(
             "BITS": weight.bits,
             "GROUP": weight.group_size,
             "SPLIT": split.num_splits > 1,
+            "EVEN_K": weight.num_inputs % UNIT == 0,
             "BLOCK_M": tile.block_m,
             "BLOCK_N": tile.block_n,
         },
