@@ -18,7 +18,7 @@ from kvferry.cache.paged import PagedKV
 from kvferry.engine.plan import Int32
 from kvferry.engine.step_tensors import StepTensors
 from kvferry.kernels.flash_attention.plan import PrefillPlan
-from kvferry.kernels.flash_decoding.plan import SplitPlan
+from kvferry.kernels.flash_decoding.plan import INVARIANT_SPLIT, SplitPlan
 from kvferry.kernels.kv_layer import KvLayer
 from kvferry.kernels.launch import chip_of, next_power_of_2
 from kvferry.kernels.ops import Ops
@@ -41,7 +41,7 @@ class KernelAttention:
         self._ops = ops
         self._num_heads = num_heads
         self._max_model_len = max_model_len
-        self._batch_invariant = batch_invariant
+        self._invariant_split = INVARIANT_SPLIT if batch_invariant else None
         self._split_plans: dict[tuple[int, int], SplitPlan] = {}
 
     def __call__(self, tensors: StepTensors) -> Attend:
@@ -128,7 +128,7 @@ class KernelAttention:
                 kv,
                 self._max_model_len,
                 chip_of(kv.k.device),
-                batch_invariant=self._batch_invariant,
+                invariant_split=self._invariant_split,
             )
         return self._split_plans[bucket]
 

@@ -11,6 +11,7 @@ import torch
 from kvferry.cache.paged import PagedKV
 from kvferry.engine.attention import PagedAttention
 from kvferry.engine.kernel_attention import KernelAttention
+from kvferry.engine.kernel_sampler import KernelSampler
 from kvferry.engine.plan import StepPlan, StepResult
 from kvferry.engine.sampler import sample
 from kvferry.engine.step_tensors import StepTensors
@@ -29,6 +30,7 @@ class ModelRunner:
         self._vocab_size = vocab_size
         self._device = kv.tensor.device
         self._attention = attention_for(decoder, kv)
+        self._sample = sample if decoder.backend is Backend.TORCH else KernelSampler(decoder.ops)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
@@ -38,7 +40,7 @@ class ModelRunner:
         logits = self.logits(plan)
         if not len(plan.sampled):
             return StepResult(token_ids=np.zeros(0, dtype=np.int64))
-        return sample(logits, plan.sampling, self._vocab_size)
+        return self._sample(logits, plan.sampling, self._vocab_size)
 
     def logits(self, plan: StepPlan) -> torch.Tensor:
         """Run one step: [num_sampled, V] in the compute dtype, on the device."""

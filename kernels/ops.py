@@ -40,6 +40,12 @@ class Ops:
     flash_attention: Op
     plan_splits: Op
     flash_decoding: Op
+    add_tokens: Op
+    apply_edits: Op
+    sample: Op
+    top_logprobs: Op
+    verify_coupled: Op
+    verify_rejection: Op
 
 
 _VENDOR = "torch.nn.functional:linear"
@@ -69,6 +75,12 @@ TABLE: dict[str, dict[Backend, str]] = {
     "flash_attention": _unit("flash_attention", "flash_attention"),
     "plan_splits": _unit("flash_decoding", "plan_splits"),
     "flash_decoding": _unit("flash_decoding", "flash_decoding"),
+    "add_tokens": _unit("sampling", "add_tokens"),
+    "apply_edits": _unit("sampling", "apply_edits"),
+    "sample": _unit("sampling", "sample"),
+    "top_logprobs": _unit("sampling", "top_logprobs"),
+    "verify_coupled": _unit("sampling", "verify_coupled"),
+    "verify_rejection": _unit("sampling", "verify_rejection"),
 }
 """Op -> backend -> ``module:function``."""
 
