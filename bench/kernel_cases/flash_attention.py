@@ -136,7 +136,7 @@ def _work(shape: _Shape, device: torch.device, chip: Chip) -> Work:
         shape.num_tokens, shape.num_heads, shape.head_dim, device=device, dtype=torch.bfloat16
     )
     out = torch.empty_like(q)
-    config = config_for(chip, shape.head_dim, kv.k.itemsize)
+    config = config_for(chip, kv, q.dtype)
     plan = PrefillPlan.of(queries, contexts, window=shape.window, rows=config.rows)
     options = {
         "scale": shape.head_dim**-0.5,

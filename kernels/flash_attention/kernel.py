@@ -211,8 +211,12 @@ def attend_tma(
     desc_k, desc_v, desc_k_tail, desc_v_tail = descs
     DTYPE: tl.constexpr = q[0].dtype
     b_acc, b_acc_tail, b_max, b_sum = state
+    # A tile's block is known one step before the tile is fetched: no load waits for a load.
+    i_next = tl.load(p_table + i_begin // BLOCK_SIZE, mask=i_begin < i_end, other=0)
     for i_key in tl.range(i_begin, i_end, BLOCK_N):
-        i_block = tl.load(p_table + i_key // BLOCK_SIZE)
+        i_block = i_next
+        i_after = i_key + BLOCK_N
+        i_next = tl.load(p_table + i_after // BLOCK_SIZE, mask=i_after < i_end, other=0)
         where = [i_block, i_kv_head, i_key % BLOCK_SIZE, 0]
         kv = (
             cache_to(desc_k.load(where).reshape(BLOCK_N, HEAD), KIND, DTYPE),

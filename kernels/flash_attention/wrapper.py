@@ -40,7 +40,7 @@ def flash_attention(
     """
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     chip = chip_of(q.device)
-    config = config_for(chip, kv.head_dim, kv.k.itemsize)
+    config = config_for(chip, kv, q.dtype)
     require(plan.rows == config.rows, "plan", f"tiles of {plan.rows} rows, not {config.rows}")
     flash_attention_launch(
         q,
@@ -87,15 +87,15 @@ def flash_attention_launch(
     """``tiles`` int32 [num_tiles, 2] as a plan lists them. Raises ValueError naming what does not
     fit.
     """
-    config = config or config_for(chip, kv.head_dim, kv.k.itemsize)
     _check(q, kv, block_tables, query_starts, context_lens, tiles, out)
+    config = config or config_for(chip, kv, q.dtype)
     require(scale > 0, "scale", "must be positive")
     require(window is None or window > 0, "window", "must be positive")
     require(softcap is None or softcap > 0, "softcap", "must be positive")
     num_heads, head_dim = q.shape[1:]
     head = 1 << (head_dim.bit_length() - 1)
     k, v = kv.storage()
-    tma = _tma_fits(kv, chip, config)
+    tma = config.uses_tma(chip, kv)
     log2e = math.log2(math.e)
     return Launch(
         kernel=flash_attention_kernel,
@@ -142,16 +142,8 @@ def flash_attention_launch(
             "TMA": tma,
         },
         num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        num_stages=config.num_stages(chip, kv),
     )
-
-
-def _tma_fits(kv: KvLayer, chip: Chip, config: Config) -> bool:
-    """Whether tiles of keys can be described to the tensor memory accelerator: each lies in one
-    block, and all strides are multiples of 16 bytes.
-    """
-    aligned = all(stride * kv.k.itemsize % 16 == 0 for stride in kv.k.stride()[:3])
-    return chip.arch >= 90 and kv.block_size % config.keys == 0 and aligned
 
 
 def _descriptor(cache: torch.Tensor, keys: int, width: int) -> Any:

@@ -31,7 +31,7 @@ class Batch:
     cache_dtype: torch.dtype = torch.float32
     window: int | None = None
     softcap: float | None = None
-    config: Config = field(default_factory=lambda: Config(rows=16, keys=16))
+    config: Config = field(default_factory=lambda: Config(rows=16, keys=16, buffers=2))
     seed: int = 0
 
     def check(self) -> None:
