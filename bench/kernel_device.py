@@ -14,8 +14,6 @@ from kvferry.kernels.chips import Chip
 OURS = "kvferry"
 MEASURE_S = 0.15
 """Device time of the counted rounds of a case with its peers."""
-COPY_BYTES = 2 << 30
-PRODUCT_SIZE = 8192
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +24,10 @@ class Bench:
     chip: Chip
     timer: Timer
     clock: Callable[[], float]
+    copy_bytes: int = 2 << 30
+    """Read plus written by the copy that is the limit of bandwidth."""
+    product_size: int = 8192
+    """Of the square matrix product that is the limit of compute."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,15 +75,13 @@ class Result:
         return min(peers) / self.timings[OURS].seconds
 
 
-def measure_device_limits(
-    bench: Bench, *, copy_bytes: int = COPY_BYTES, product_size: int = PRODUCT_SIZE
-) -> DeviceLimits:
+def measure_device_limits(bench: Bench) -> DeviceLimits:
     """A large copy and a large bf16 product of the vendor's library."""
-    source = torch.zeros(copy_bytes // 2, dtype=torch.uint8, device=bench.device)
+    source = torch.zeros(bench.copy_bytes // 2, dtype=torch.uint8, device=bench.device)
     target = torch.zeros_like(source)
+    size = bench.product_size
     left, right = (
-        torch.randn(product_size, product_size, device=bench.device, dtype=torch.bfloat16)
-        for _ in range(2)
+        torch.randn(size, size, device=bench.device, dtype=torch.bfloat16) for _ in range(2)
     )
     out = torch.zeros_like(left)
     calls = {
@@ -92,7 +92,7 @@ def measure_device_limits(
     found = measure(contenders, MEASURE_S)
     return DeviceLimits(
         copy_bytes_per_s=2 * source.numel() / found["copy"].seconds,
-        matmul_flops_per_s=2 * product_size**3 / found["product"].seconds,
+        matmul_flops_per_s=2 * size**3 / found["product"].seconds,
     )
 
 

@@ -21,7 +21,7 @@ from kvferry.bench.kernel_device import (
     run_case,
     run_cases,
 )
-from kvferry.bench.kernel_timing import MAX_COPIES, Call
+from kvferry.bench.kernel_timing import Call, copies_beyond_l2
 from kvferry.kernels.chips import INTERPRETER, Chip
 
 LIMITS = DeviceLimits(copy_bytes_per_s=1e9, matmul_flops_per_s=1e12)
@@ -41,7 +41,7 @@ def test_a_right_kernel_is_checked_and_timed() -> None:
     assert result.error <= 1e-5
     assert not result.is_wrong
     assert result.timings[OURS].seconds == pytest.approx(2e-6)
-    assert result.copies == MAX_COPIES
+    assert result.copies == copies_beyond_l2(1 << 20, INTERPRETER.l2_nbytes)
     assert result.notes == []
 
 
@@ -165,9 +165,7 @@ def test_cases_with_goals_go_first_and_the_rest_is_said_to_be_skipped() -> None:
 
 
 def test_limits_are_a_copy_and_a_product() -> None:
-    found = measure_device_limits(
-        bench(FakeTimer(lambda call: 1e-3)), copy_bytes=1 << 20, product_size=64
-    )
+    found = measure_device_limits(bench(FakeTimer(lambda call: 1e-3)))
     assert found.copy_bytes_per_s == pytest.approx((1 << 20) / 1e-3)
     assert found.matmul_flops_per_s == pytest.approx(2 * 64**3 / 1e-3)
 

@@ -85,7 +85,12 @@ def compiled(**changes: Any) -> Compiled:
 def bench(timer: FakeTimer | None = None, clock: Callable[[], float] | None = None) -> Bench:
     """On the CPU, in the interpreter, with a fake clock and timer."""
     return Bench(
-        device=CPU, chip=INTERPRETER, timer=timer or FakeTimer(), clock=clock or FakeClock()
+        device=CPU,
+        chip=INTERPRETER,
+        timer=timer or FakeTimer(),
+        clock=clock or FakeClock(),
+        copy_bytes=1 << 20,
+        product_size=64,
     )
 
 
@@ -95,7 +100,7 @@ def norm_case(name: str = "tiny", size: int = 32, **changes: Any) -> Case:
         "kernel": "rms_norm",
         "name": name,
         "make": partial(norm_work, size),
-        "nbytes": 1000,
+        "nbytes": 1 << 20,
         "flops": 100,
         "tolerance": 1e-5,
         "limit": Limit.COPY,
