@@ -17,6 +17,8 @@ from kvferry.kernels.kv_layer import FLOAT_TYPES, QUANTISED_TYPES
 from kvferry.kernels.kv_pack.tiles import TileCut
 
 WORD_BYTES = 4
+MAX_POSITIONS = 1 << 30
+"""Token rows of a slab, and words of one: the digest numbers both in 31 bits."""
 
 Range = tuple[int, int]
 """Half open, [begin, end)."""
@@ -173,13 +175,16 @@ def slab_shape(
         raise ValueError(f"wire: {kv.elements.dtype} is not converted to {wire}")
     if head_dim * wire.itemsize % WORD_BYTES:
         raise ValueError(f"wire: {head_dim} of {wire} are no whole 32-bit words")
-    return SlabShape(
+    shape = SlabShape(
         rows=2 * (layers[1] - layers[0]),
         tokens=tokens.count,
         heads=heads[1] - heads[0],
         head_dim=head_dim,
         dtype=wire,
     )
+    if max(shape.rows * shape.tokens, shape.heads * (shape.head_words + 1)) > MAX_POSITIONS:
+        raise ValueError(f"tokens: more than {MAX_POSITIONS} token rows or columns in one slab")
+    return shape
 
 
 def check_slab(slab: torch.Tensor, shape: SlabShape, device: torch.device) -> None:
@@ -188,5 +193,45 @@ def check_slab(slab: torch.Tensor, shape: SlabShape, device: torch.device) -> No
         raise ValueError("slab: must be flat, contiguous uint8")
     if slab.numel() != shape.nbytes:
         raise ValueError(f"slab: holds {slab.numel()} bytes, the range {shape.nbytes}")
+    if slab.storage_offset() % 16:
+        raise ValueError("slab: must begin at a multiple of 16 bytes")
     if slab.device != device:
         raise ValueError(f"slab: on {slab.device}, the cache on {device}")
+
+
+def check_copy(kv: KvSlots, block_size: int, sources: torch.Tensor, targets: torch.Tensor) -> None:
+    """Raise ValueError for lists that do not fit; their values are looked at on the host alone."""
+    for name, blocks in (("sources", sources), ("targets", targets)):
+        if blocks.dtype is not torch.int64 or blocks.dim() != 1 or not blocks.is_contiguous():
+            raise ValueError(f"{name}: must be int64 [n], contiguous")
+    if sources.shape != targets.shape:
+        raise ValueError(f"targets: {len(targets)} for {len(sources)} sources")
+    if block_size < 1 or kv.num_slots % block_size:
+        raise ValueError(f"block_size: {kv.num_slots} slots are no whole blocks of {block_size}")
+    if sources.device.type != "cpu" or targets.device.type != "cpu":
+        return
+    read, written = set(sources.tolist()), set(targets.tolist())
+    if len(written) != len(targets) or read & written:
+        raise ValueError("targets: must be distinct, and none a source")
+    if any(not 0 <= block < kv.num_slots // block_size for block in read | written):
+        raise ValueError("sources, targets: a block is outside the cache")
+
+
+def whole_blocks(kv: KvSlots, block_size: int, blocks: torch.Tensor) -> tuple[Tokens, Range, Range]:
+    """All tokens, layers and heads of some blocks."""
+    tokens = Tokens(blocks=blocks, begin=0, end=len(blocks) * block_size, block_size=block_size)
+    return tokens, (0, kv.elements.shape[0]), (0, kv.elements.shape[3])
+
+
+def swap_nbytes(kv: KvSlots, block_size: int, num_blocks: int) -> int:
+    """Bytes of some whole blocks of all layers, with their scales."""
+    tensors = (kv.elements, *([] if kv.scales is None else [kv.scales]))
+    return sum(x.nbytes // kv.num_slots for x in tensors) * block_size * num_blocks
+
+
+def check_blocks(staging: torch.Tensor, host: torch.Tensor) -> None:
+    """Raise ValueError unless ``host`` is host memory as large as the staging slab."""
+    if host.dtype is not torch.uint8 or host.dim() != 1 or not host.is_contiguous():
+        raise ValueError("host: must be flat, contiguous uint8")
+    if host.device.type != "cpu" or host.numel() != staging.numel():
+        raise ValueError(f"host: must be {staging.numel()} bytes of host memory")
