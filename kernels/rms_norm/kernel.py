@@ -31,7 +31,8 @@ def _sum_of(p_x, p_residual, o_x, o_residual, m, ADD: tl.constexpr):
     return b_x
 
 
-@triton.jit
+# One binary for every number of rows, so that it cannot change how a row is summed.
+@triton.jit(do_not_specialize=["num_rows"])
 def rms_norm_kernel(
     p_x,
     p_residual,

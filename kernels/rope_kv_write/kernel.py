@@ -71,7 +71,8 @@ def _write(
     tl.store(p_cache + o_row + o_high[None, :], cache_from(b_high, KIND, DTYPE), mask=m)
 
 
-@triton.jit
+# One binary for every number of tokens, so that it cannot change how a head is summed.
+@triton.jit(do_not_specialize=["num_tokens"])
 def rope_kv_write_kernel(
     p_q,
     p_k,

@@ -164,6 +164,21 @@ def test_a_rotation_keeps_lengths_and_turns_by_the_angle() -> None:
         assert torch.equal(out[..., 48:], inputs.q[..., 48:])
 
 
+def test_the_reference_is_rounded_once(seeded: int) -> None:
+    """In float32, to the type of x; float64 models are rotated in float64."""
+    random = random_tensors(seeded)
+    x, angles = random(5, 3, 64, dtype=torch.float64), random(5, 32, dtype=torch.float64)
+    turn = torch.complex(angles.cos(), angles.sin())
+    exact = torch.complex(x[..., :32], x[..., 32:]) * turn[:, None]
+    exact = torch.cat((exact.real, exact.imag), dim=-1)
+    out = reference.rotated(x, turn.real, turn.imag)
+    torch.testing.assert_close(out, exact, rtol=1e-14, atol=1e-14)
+    coarse = [part.to(torch.bfloat16) for part in (x, turn.real, turn.imag)]
+    out = reference.rotated(*coarse)
+    exact = reference.rotated(*(part.double() for part in coarse)).to(torch.bfloat16)
+    assert (out != exact).float().mean() < 0.01
+
+
 @pytest.mark.parametrize("cache", QUANTISED_TYPES)
 def test_what_is_read_back_is_within_half_a_step(cache: torch.dtype, seeded: int) -> None:
     """int8: half of 1 / 127 of a head's largest magnitude. FP8: 2^-4 of the value, or of the least
