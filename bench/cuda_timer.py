@@ -41,15 +41,17 @@ class CudaTimer:
         return a_round
 
 
-def cuda_bench(seed: int, clock: Callable[[], float]) -> Bench:
-    """The current CUDA device, ready to run cases. Raises StartupError where there is none."""
+def require_cuda() -> torch.device:
+    """The current CUDA device. Raises StartupError where kernels cannot run on one."""
     if not torch.cuda.is_available():
-        raise StartupError(
-            "there is no CUDA device that this torch "
-            f"({torch.__version__}) can use; --compile-only needs none"
-        )
+        raise StartupError(f"torch {torch.__version__} finds no CUDA device")
     if INTERPRETED:
         raise StartupError("TRITON_INTERPRET is set: kernels would run on the CPU; unset it")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def cuda_bench(seed: int, clock: Callable[[], float]) -> Bench:
+    """The current CUDA device, ready to run cases. Raises StartupError where there is none."""
+    device = require_cuda()
     torch.manual_seed(seed)
-    device = torch.device("cuda", torch.cuda.current_device())
     return Bench(device=device, chip=chip_of(device), timer=CudaTimer(), clock=clock)

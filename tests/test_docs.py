@@ -39,6 +39,13 @@ def commands() -> dict[str, Any]:
     return found
 
 
+def bench_options(bench: str | None) -> set[str]:
+    """Of one bench, or those that all share: whatever its source adds to a parser."""
+    sources = [ROOT / "bench" / f"{name}.py" for name in ("options", "model_option", bench)]
+    found = (re.findall(r'"(--[a-z-]+)"', text(path)) for path in sources if path.exists())
+    return {option for options in found for option in options}
+
+
 def config_keys(section: type[Section] = Config, prefix: str = "") -> set[str]:
     keys = set()
     for name, field in section.model_fields.items():
@@ -63,6 +70,8 @@ def test_commands_and_their_options_exist() -> None:
             wrong.append(f"{page}: {match[0]}")
             continue
         options = {option for p in known[name].params for option in p.opts} | {"--help", "--"}
+        if name == "bench":
+            options |= bench_options(match[2])
         used = set(re.findall(r"(?<!\S)--[a-z-]*", match[0]))
         wrong += [f"{page}: kvferry {name} {option}" for option in used - options]
     assert wrong == []

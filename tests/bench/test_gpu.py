@@ -49,13 +49,29 @@ def test_steps_run_in_order_and_what_cannot_is_named() -> None:
     summaries = [(row["step"], row["outcome"]) for row in report.rows if "outcome" in row]
     assert summaries == [("first", "cannot: there is no such device"), ("second", "done")]
     assert {"step": "second", "kernel": "x"} in list(report.rows)
-    assert {c.id: c.value for c in report.claims} == {"c": 1, "gpu.steps_done": 1}
+    claims = {c.id: c.value for c in report.claims}
+    assert claims == {"c": 1, "gpu.steps_done": 1, "gpu.steps_failed": 0}
     assert report.options["second.chip"] == "H200"
     assert report.all_met
 
 
 def test_a_host_that_can_do_nothing_fails() -> None:
     report = run_steps([Step("only", 10.0, fails)], FakeClock(), {})
+    assert not report.all_met
+
+
+def test_a_step_that_breaks_fails_and_the_next_one_runs() -> None:
+    def breaks(limit_s: float) -> Found:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    def works(limit_s: float) -> Found:
+        return Found()
+
+    report = run_steps([Step("a", 9.0, breaks), Step("b", 9.0, works)], FakeClock(), {})
+    assert [row["outcome"] for row in report.rows] == [
+        "failed: RuntimeError: an illegal memory access was encountered",
+        "done",
+    ]
     assert not report.all_met
 
 
@@ -101,10 +117,23 @@ def test_when_all_tests_are_skipped_the_step_cannot(inside: str, reason: str) ->
         read_outcome(f"<testsuite>{inside}</testsuite>")
 
 
+IMPORT = f"""
+import sys
+sys.modules.update(dict.fromkeys({ABSENT!r}))
+import kvferry.bench.gpu, kvferry.bench.kernels, kvferry.bench.kernel_worker
+"""
+
+
 def bare(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-P", "-c", BARE, *args], capture_output=True, text=True, timeout=240
     )
+
+
+@pytest.mark.slow
+def test_nothing_of_make_gpu_needs_a_server() -> None:
+    done = subprocess.run([sys.executable, "-P", "-c", IMPORT], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow

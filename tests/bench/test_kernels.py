@@ -66,7 +66,7 @@ def test_mistakes_are_usage_errors(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_gpu_the_device_mode_says_so() -> None:
-    with pytest.raises(StartupError, match="no CUDA device"):
+    with pytest.raises(StartupError, match="finds no CUDA device"):
         kernels.run(["--device", "cuda"])
 
 
@@ -90,6 +90,7 @@ def test_a_whole_run_on_a_device(tmp_path: Path) -> None:
     assert written["options"]["chip"] == "interpreter"
 
 
+@pytest.mark.slow
 def test_a_tuning_run_ranks_all_tiles_and_promises_nothing() -> None:
     plain = norm_case("a")
     tuned = norm_case("a", candidates=lambda chip: {"x": plain.make, "y": plain.make})
