@@ -40,25 +40,41 @@ MIN_UNITS = 4
 TILES = {
     80: (
         Tile(8, 8, 128, 4, 4, 3),
-        Tile(16, 16, 128, 4, 4, 2),
+        Tile(16, 16, 128, 4, 4, 3),
         Tile(32, 32, 128, 4, 4),
         Tile(64, 64, 128, 4, 3),
         Tile(256, 64, 128, 4, 3),
-        Tile(ANY, 128, 128, 8, 3),
+        Tile(ANY, 128, 128, 8, 3, 1),
     ),
     90: (
         Tile(8, 8, 128, 4, 4, 3),
-        Tile(16, 16, 128, 4, 4, 2),
-        Tile(32, 32, 128, 4, 4),
+        Tile(16, 16, 64, 2, 4, 6),
+        Tile(32, 32, 128, 4, 4, 3),
         Tile(64, 64, 128, 4, 4),
         Tile(256, 64, 128, 4, 4),
-        Tile(ANY, 128, 128, 8, 3),
+        Tile(ANY, 128, 128, 8, 3, 1),
+    ),
+    100: (
+        Tile(8, 8, 128, 4, 4, 3),
+        Tile(16, 16, 64, 2, 4, 6),
+        Tile(32, 32, 64, 2, 4, 6),
+        Tile(ANY, 64, 64, 2, 4, 4),
     ),
 }
-"""By the first architecture that a table is for; the first tile that holds M is taken."""
+"""By architecture; the first tile that holds M is taken.
 
-FIXED = {80: Tile(ANY, 64, 128, 4, 3), 90: Tile(ANY, 64, 128, 4, 4)}
-"""For ``batch_invariant``: split as for one row of tiles, whatever M."""
+Up to 16 rows it is mma.sync on every chip (8 columns or 2 warps leave no other), which takes
+weights from registers without waiting for an asynchronous product of each group. On sm_100 that
+holds for all sizes: tcgen05 would have the unpacked weights go through tensor memory.
+"""
+
+FIXED = {
+    80: Tile(ANY, 64, 64, 4, 3, 3),
+    90: Tile(ANY, 64, 64, 4, 4, 3),
+    100: Tile(ANY, 64, 64, 2, 4, 3),
+}
+"""For ``batch_invariant``: split as for one row of tiles, whatever M. 64 columns leave registers
+for a third accumulator, the sum of the splits."""
 
 CANDIDATES = tuple(
     Tile(16, block_m, block_n, num_warps, num_stages, programs_per_sm)
@@ -72,7 +88,8 @@ CANDIDATES = tuple(
 
 def tile_for(m: int, chip: Chip, batch_invariant: bool) -> Tile:
     """The tile for ``m`` rows."""
-    generation = 90 if chip.arch >= 90 else 80
+    # sm_120 has the matrix instructions of sm_80.
+    generation = chip.arch // 10 * 10 if chip.arch < 120 else 80
     if batch_invariant:
         return FIXED[generation]
     return next(tile for tile in TILES[generation] if m <= tile.max_m)

@@ -56,7 +56,9 @@ def quant_matmul_launches(
     m, n = out.shape
     tile = tile or tile_for(m, chip, batch_invariant)
     split = split_for(tile, n, weight.num_inputs, chip)
-    if split.num_splits == 1:
+    num_programs = -(-m // tile.block_m) * -(-n // tile.block_n)
+    if split.num_splits == 1 or num_programs >= chip.num_sms:
+        # Enough programs without splits: each sums all of them, in the same order.
         return [_product(x, weight, bias, out, tile, split)]
     parts = x.new_empty(split.num_splits, m, n, dtype=torch.float32)
     return [_product(x, weight, None, parts, tile, split), _sum_of(parts, bias, out)]
@@ -71,9 +73,11 @@ def _product(
     split: Split,
 ) -> Launch:
     m, n = x.shape[0], weight.num_outputs
+    into_parts = out.dim() == 3
+    num_splits = split.num_splits if into_parts else 1
     return Launch(
         kernel=quant_matmul_kernel,
-        grid=(-(-n // tile.block_n), -(-m // tile.block_m), split.num_splits),
+        grid=(-(-m // tile.block_m), -(-n // tile.block_n), num_splits),
         args={
             "p_x": x,
             "p_packed": weight.packed,
@@ -86,11 +90,13 @@ def _product(
             "K": weight.num_inputs,
             "x_stride": x.stride(0),
             "units_per_split": split.units_per_split,
+            "num_splits": split.num_splits,
         },
         constants={
             "BITS": weight.bits,
             "GROUP": weight.group_size,
-            "SPLIT": split.num_splits > 1,
+            "SPLIT": into_parts,
+            "FOLD": split.num_splits > num_splits,
             "EVEN_K": weight.num_inputs % UNIT == 0,
             "BLOCK_M": tile.block_m,
             "BLOCK_N": tile.block_n,
