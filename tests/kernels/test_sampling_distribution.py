@@ -25,9 +25,8 @@ ROWS = 3
 """Two drafts and the bonus."""
 TEMPERATURE = 0.8
 
-Drafter = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]
-]
+Drafts = tuple[torch.Tensor, torch.Tensor | None]
+Drafter = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Drafts]
 """(last token, length, seed) of all runs -> drafts [runs, ROWS] and what they were drawn from."""
 Verify = Callable[[torch.Tensor, SamplingTensors, DraftTensors, int], VerifiedTokens]
 
@@ -38,7 +37,9 @@ def p_value(counts: torch.Tensor, expected: torch.Tensor) -> float:
     """
     assert int(counts[expected == 0].sum()) == 0
     mean, order = (expected * counts.sum()).sort()
-    rare = max(1, int((mean.cumsum(0) < LEAST_COUNT).sum()) + 1, int((mean < LEAST_COUNT).sum()))
+    rare = max(int((mean.cumsum(0) < LEAST_COUNT).sum()) + 1, int((mean < LEAST_COUNT).sum()))
+    if rare >= len(mean):
+        return 1.0
     pooled = [torch.cat([x[:rare].sum().unsqueeze(0), x[rare:]]) for x in (mean, counts[order])]
     statistic = ((pooled[1] - pooled[0]) ** 2 / pooled[0]).sum()
     half_freedom = torch.tensor((len(pooled[0]) - 1) / 2, dtype=torch.float64)
@@ -75,9 +76,7 @@ def drawn_by(model: torch.Tensor) -> Drafter:
     return draft
 
 
-def repeated(
-    last: torch.Tensor, length: torch.Tensor, seed: torch.Tensor
-) -> tuple[torch.Tensor, None]:
+def repeated(last: torch.Tensor, length: torch.Tensor, seed: torch.Tensor) -> Drafts:
     """Drafts that are certain of themselves, right or wrong: the last token again."""
     return last.unsqueeze(1).expand(-1, ROWS), None
 
