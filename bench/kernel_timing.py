@@ -89,7 +89,9 @@ def measure(contenders: Mapping[str, Contender], budget_s: float) -> dict[str, T
     found: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(max(MIN_ROUNDS, min(MAX_ROUNDS, wanted))):
         # Who goes first changes, so that a clock that drops meets all alike.
-        names = list(contenders) if number % 2 == 0 else list(reversed(contenders))
+        names = list(contenders)
+        if number % 2:
+            names.reverse()
         for name in names:
             seconds = contenders[name].run(repeats[name])
             found[name].append(seconds / contenders[name].calls)

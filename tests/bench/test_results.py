@@ -28,6 +28,18 @@ def test_the_results_are_fresh(tmp_path: Path) -> None:
     assert fresh.read_text() == PAGE.read_text(), "run make docs"
 
 
+def test_the_roofline_is_fresh(tmp_path: Path) -> None:
+    fresh = tmp_path / "kernels.md"
+    subprocess.run([sys.executable, ROOT / "docs" / "kernel_tables.py", fresh], check=True)
+    assert fresh.read_text() == (ROOT / "docs" / "kernels.md").read_text(), "run make docs"
+
+
+def test_every_kernel_is_described() -> None:
+    page = (ROOT / "docs" / "kernels.md").read_text()
+    folders = {path.parent.name for path in (ROOT / "kernels").glob("*/kernel.py")}
+    assert {folder for folder in folders if f"\n### {folder}\n" not in page} == set()
+
+
 def test_there_is_a_result_of_every_bench() -> None:
     assert {path.stem for path in RESULTS} == {"engine", "limits", "memory", "pd"}
 
