@@ -18,7 +18,7 @@ from kvferry.cache.paged import PagedKV
 from kvferry.engine.plan import Int32
 from kvferry.engine.step_tensors import StepTensors
 from kvferry.kernels.flash_attention.plan import PrefillPlan
-from kvferry.kernels.flash_decoding.plan import INVARIANT_SPLIT, SplitPlan
+from kvferry.kernels.flash_decoding.splits import INVARIANT_SPLIT, SplitPlan
 from kvferry.kernels.kv_layer import KvLayer
 from kvferry.kernels.launch import chip_of, next_power_of_2
 from kvferry.kernels.ops import Ops

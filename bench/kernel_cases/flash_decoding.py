@@ -16,7 +16,7 @@ from kvferry.bench.kernel_cases.case import Case, Limit, Work
 from kvferry.kernels.chips import Chip
 from kvferry.kernels.flash_decoding import reference, wrapper
 from kvferry.kernels.flash_decoding.configs import Config, candidates
-from kvferry.kernels.flash_decoding.plan import INVARIANT_SPLIT, SplitPlan
+from kvferry.kernels.flash_decoding.splits import INVARIANT_SPLIT, SplitPlan
 from kvferry.kernels.kv_layer import KvLayer, quantised
 
 TYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}

@@ -43,14 +43,37 @@ def _soft_cap(b_x, cap):
 
 
 @triton.jit
-def _block_of(p_table, i_tile, start, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+def _is_visible(o_key, start, end, WINDOW: tl.constexpr):
+    """Whether some query sees a key; only a window hides early ones."""
+    return (o_key < end) & (o_key >= start) if WINDOW else o_key < end
+
+
+@triton.jit
+def _hide(b_s, o_key, b_position, window, WINDOW: tl.constexpr):
+    """Scores, -inf for keys that a query does not see. b_position [M, 1], o_key [1, N]."""
+    m_s = o_key <= b_position
+    if WINDOW:
+        m_s = m_s & (o_key > b_position - window)
+    return tl.where(m_s, b_s, -float("inf"))
+
+
+@triton.jit
+def _block_of(
+    p_table,
+    i_tile,
+    start,
+    end,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
     """The block of each key of a tile, or of the tile where it lies in one. int64 [N] or scalar."""
     if BLOCK_SIZE % BLOCK_N == 0:
         p_block = p_table + i_tile // (BLOCK_SIZE // BLOCK_N)
         return tl.load(p_block, mask=i_tile * BLOCK_N < end, other=0).to(tl.int64)
     else:
         o_key = i_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        m_key = (o_key < end) & (o_key >= start)
+        m_key = _is_visible(o_key, start, end, WINDOW)
         return tl.load(p_table + o_key // BLOCK_SIZE, mask=m_key, other=0).to(tl.int64)
 
 
@@ -131,11 +154,11 @@ def flash_decoding_kernel(
         b_sum = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
-        i_block = _block_of(p_table, i_first_tile, start, end, BLOCK_SIZE, BLOCK_N)
+        i_block = _block_of(p_table, i_first_tile, start, end, BLOCK_SIZE, BLOCK_N, WINDOW)
         for i_tile in range(i_first_tile, i_first_tile + num_tiles):
-            i_next_block = _block_of(p_table, i_tile + 1, start, end, BLOCK_SIZE, BLOCK_N)
+            i_next_block = _block_of(p_table, i_tile + 1, start, end, BLOCK_SIZE, BLOCK_N, WINDOW)
             o_key = i_tile * BLOCK_N + o_n
-            m_key = (o_key < end) & (o_key >= start)
+            m_key = _is_visible(o_key, start, end, WINDOW)
             if BLOCK_SIZE % BLOCK_N == 0:
                 o_slot = i_tile % (BLOCK_SIZE // BLOCK_N) * BLOCK_N + o_n
             else:
@@ -149,10 +172,7 @@ def flash_decoding_kernel(
                 b_s *= tl.load(p_k_scale + o_scale, mask=m_key, other=0.0)[None, :]
             if SOFTCAP:
                 b_s = _soft_cap(b_s, softcap)
-            m_s = m_key[None, :] & (o_key[None, :] <= b_position)
-            if WINDOW:
-                m_s = m_s & (o_key[None, :] > b_position - window)
-            b_s = tl.where(m_s, b_s, -float("inf"))
+            b_s = _hide(b_s, o_key[None, :], b_position, window, WINDOW)
 
             b_new_max = tl.maximum(b_max, tl.max(b_s, 1))
             # A row that has seen no key yet has no maximum to subtract.

@@ -12,7 +12,7 @@ import math
 
 import torch
 
-from kvferry.kernels.flash_decoding.plan import SplitPlan
+from kvferry.kernels.flash_decoding.splits import SplitPlan
 from kvferry.kernels.kv_layer import KvLayer, dequantised
 
 

@@ -11,7 +11,7 @@ from kvferry.kernels.flash_decoding.kernel import (
     merge_splits_kernel,
     plan_splits_kernel,
 )
-from kvferry.kernels.flash_decoding.plan import SplitPlan
+from kvferry.kernels.flash_decoding.splits import SplitPlan
 from kvferry.kernels.kv_layer import KvLayer, kind_of
 from kvferry.kernels.launch import Launch, chip_of, next_power_of_2, require
 

@@ -20,7 +20,7 @@ from kernel_data import assert_close, random_tensors
 from kvferry.kernels.chips import CHIPS, INTERPRETER, Chip
 from kvferry.kernels.flash_decoding import reference, wrapper
 from kvferry.kernels.flash_decoding.configs import Config
-from kvferry.kernels.flash_decoding.plan import SplitPlan
+from kvferry.kernels.flash_decoding.splits import SplitPlan
 from kvferry.kernels.kv_layer import FLOAT_TYPES, QUANTISED_TYPES, KvLayer, quantised
 
 # Of the type that products are taken in and of the output, whichever is coarser. One rounding of

@@ -13,7 +13,7 @@ from kernel_data import random_tensors
 from kvferry.kernels.chips import INTERPRETER
 from kvferry.kernels.flash_decoding import wrapper
 from kvferry.kernels.flash_decoding.configs import Config
-from kvferry.kernels.flash_decoding.plan import SplitPlan
+from kvferry.kernels.flash_decoding.splits import SplitPlan
 from kvferry.kernels.kv_layer import KvLayer, quantised
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_LEN, HEAD_DIM = 8, 60, 320, 64

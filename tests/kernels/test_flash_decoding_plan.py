@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvferry.kernels.chips import CHIPS, INTERPRETER
 from kvferry.kernels.flash_decoding import reference, wrapper
 from kvferry.kernels.flash_decoding.configs import Config
-from kvferry.kernels.flash_decoding.plan import SplitPlan
+from kvferry.kernels.flash_decoding.splits import SplitPlan
 from kvferry.kernels.kv_layer import KvLayer
 
 TILE = 16
