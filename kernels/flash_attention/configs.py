@@ -14,6 +14,11 @@ from kvferry.kernels.chips import Chip
 from kvferry.kernels.flash_attention.plan import TILE_ROWS
 from kvferry.kernels.kv_layer import KvLayer
 
+WARP_GROUP_ARCHS = (90, 100)
+"""Matrix operands come from shared memory there, where the tensor memory accelerator puts them;
+elsewhere, sm_120 too, mma.sync takes them from registers.
+"""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
@@ -32,7 +37,7 @@ class Config:
         strides are multiples of 16 bytes.
         """
         aligned = all(stride * kv.k.itemsize % 16 == 0 for stride in kv.k.stride()[:3])
-        return chip.arch >= 90 and kv.block_size % self.keys == 0 and aligned
+        return chip.arch in WARP_GROUP_ARCHS and kv.block_size % self.keys == 0 and aligned
 
     def num_stages(self, chip: Chip, kv: KvLayer) -> int:
         """Depth of Triton's pipeline that gives that many buffers. Where addresses come through a
@@ -44,15 +49,15 @@ class Config:
 def config_for(chip: Chip, kv: KvLayer, dtype: torch.dtype) -> Config:
     """The configuration for queries of ``dtype`` over a cache like ``kv``."""
     keys = _keys_for(chip, kv, dtype)
-    for buffers in (3, 2):
-        config = Config(keys=keys, buffers=buffers)
-        if shared_nbytes(config, kv, dtype) <= chip.shared_limit:
-            break
-    return config
+    options = [
+        Config(keys=fewer, buffers=buffers) for fewer in (keys, keys // 2, 16) for buffers in (3, 2)
+    ]
+    fitting = [c for c in options if shared_nbytes(c, kv, dtype) <= chip.shared_limit]
+    return (fitting or options[-1:])[0]
 
 
 def shared_nbytes(config: Config, kv: KvLayer, dtype: torch.dtype) -> int:
-    """Shared memory of a program, about: queries, buffers, a converted tile of K and of V."""
+    """Shared memory of a program, at most: queries, buffers, a converted tile of K and of V."""
     queries = config.rows * kv.head_dim * dtype.itemsize
     tile = 2 * config.keys * kv.head_dim
     converted = tile * dtype.itemsize if kv.k.dtype is not dtype else 0
@@ -64,12 +69,16 @@ def _keys_for(chip: Chip, kv: KvLayer, dtype: torch.dtype) -> int:
     ones rescale the output less often: half of all instructions at 64 keys and 128 columns.
     """
     converts = kv.k.dtype is not dtype
+    wide = kv.head_dim > 128
     if dtype is torch.float32:
+        # No matrix unit multiplies float32 exactly; this is for small models in tests.
         return 16
-    if chip.arch in (90, 100):
-        # Operands come from shared memory (and on sm_100 results go to tensor memory).
-        return 64 if converts or kv.head_dim > 128 else 128
-    return 64 if kv.head_dim <= 64 or (kv.head_dim <= 128 and not converts) else 32
+    if chip.arch in WARP_GROUP_ARCHS:
+        has_tail = kv.head_dim & (kv.head_dim - 1) != 0
+        return 64 if converts or wide or (has_tail and chip.arch == 100) else 128
+    if kv.head_dim <= 64 or not (converts or wide):
+        return 64
+    return 16 if converts and wide else 32
 
 
 def candidates(chip: Chip, kv: KvLayer, dtype: torch.dtype) -> Iterator[Config]:

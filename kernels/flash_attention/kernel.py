@@ -10,8 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvferry.kernels.flash_attention.tiles import fold, load, load_rows, load_scales
-from kvferry.kernels.language import cache_to, narrow
+from kvferry.kernels.flash_attention.tiles import convert, fold, load, load_rows, load_scales
+from kvferry.kernels.language import narrow
 
 
 @triton.jit
@@ -219,14 +219,14 @@ def attend_tma(
         i_next = tl.load(p_table + i_after // BLOCK_SIZE, mask=i_after < i_end, other=0)
         where = [i_block, i_kv_head, i_key % BLOCK_SIZE, 0]
         kv = (
-            cache_to(desc_k.load(where).reshape(BLOCK_N, HEAD), KIND, DTYPE),
-            cache_to(desc_v.load(where).reshape(BLOCK_N, HEAD), KIND, DTYPE),
+            convert(desc_k.load(where).reshape(BLOCK_N, HEAD), KIND, DTYPE),
+            convert(desc_v.load(where).reshape(BLOCK_N, HEAD), KIND, DTYPE),
         )
         if TAIL:
             where = [i_block, i_kv_head, i_key % BLOCK_SIZE, HEAD]
             tail = (
-                cache_to(desc_k_tail.load(where).reshape(BLOCK_N, TAIL), KIND, DTYPE),
-                cache_to(desc_v_tail.load(where).reshape(BLOCK_N, TAIL), KIND, DTYPE),
+                convert(desc_k_tail.load(where).reshape(BLOCK_N, TAIL), KIND, DTYPE),
+                convert(desc_v_tail.load(where).reshape(BLOCK_N, TAIL), KIND, DTYPE),
             )
         else:
             tail = kv

@@ -33,7 +33,16 @@ def load_rows(
     m_row = m_key[:, None] if MASKED else None
     b_k = load(p_k[:, None] + o_d[None, :], m_row, MASKED)
     b_v = load(p_v[:, None] + o_d[None, :], m_row, MASKED)
-    return cache_to(b_k, KIND, DTYPE), cache_to(b_v, KIND, DTYPE)
+    return convert(b_k, KIND, DTYPE), convert(b_v, KIND, DTYPE)
+
+
+@triton.jit
+def convert(b_raw, KIND: tl.constexpr, DTYPE: tl.constexpr):
+    """Elements of the cache in the type of the queries, before their scale."""
+    if KIND == FLOAT:
+        return b_raw if b_raw.dtype == DTYPE else narrow(b_raw.to(tl.float32), DTYPE)
+    else:
+        return cache_to(b_raw, KIND, DTYPE)
 
 
 @triton.jit
