@@ -44,6 +44,8 @@ def matmul_launch(
     family = family or family_of(x.dtype, chip)
     rows = family.pick(m, n, chip.num_sms)
     tma = chip.arch >= 90 and m > 0 and all(map(_has_descriptor, (x, weight, out)))
+    # The ordinary units have no use for the large tiles in shared memory that descriptors bring.
+    tma = tma and x.dtype is not torch.float32
     num_tiles = -(-m // rows.block_m) * -(-n // family.block_n)
     # Descriptors make a tile's address cheap, so that one program per multiprocessor can prefetch
     # its next tile's operands while it stores; pointers do better with a program per tile.
