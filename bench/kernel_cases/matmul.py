@@ -22,7 +22,7 @@ def cases() -> Iterator[Case]:
             make=partial(_matmul, m, n, k),
             nbytes=2 * (m * k + n * k + m * n),
             flops=2 * m * n * k,
-            tolerance=2**-8,
+            tolerance=2**-7,
             limit=Limit.MATMUL if m > 256 else Limit.COPY,
             matrix=True,
             warp_group=True,

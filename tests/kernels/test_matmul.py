@@ -13,8 +13,9 @@ from kvferry.kernels.launch import next_power_of_2
 from kvferry.kernels.matmul import reference, wrapper
 from kvferry.kernels.matmul.configs import CANDIDATES, HALF, SINGLE, Family, family_of
 
-# One rounding of the output (half an ulp: 2^-9, 2^-12), and float32 sums of at most 300 products.
-BOUNDS = {torch.float32: 2e-6, torch.float16: 2**-11, torch.bfloat16: 2**-8}
+# One unit in the last place: a sum near the middle of two neighbours is rounded to either, here and
+# in the reference. float32: sums of at most 200 products, each rounded.
+BOUNDS = {torch.float32: 2e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 
 
 @settings(max_examples=25)
