@@ -215,7 +215,9 @@ def convert_kernel(
     b_key = tl.where(m_t, keys(b_token), 0)
     o_cache, o_slab = (b_slot + i_row * num_slots) * CACHE_HEADS, b_token * HEADS
     o_w, o_zero = tl.arange(0, BLOCK_W), tl.zeros([BLOCK_T], tl.int32)
-    b_sum = tl.zeros([BLOCK_W], tl.uint64)
+    # Partial sums of a token: words that one thread holds, so that no head ends in an exchange.
+    GROUP: tl.constexpr = min(BLOCK_W, 4)
+    b_sum = tl.zeros([BLOCK_T, BLOCK_W // GROUP], tl.uint64)
     b_scale_sum = tl.full([BLOCK_T], 1, tl.uint64)
     for i_h in tl.range(0, HEADS):
         if GATHER:
@@ -249,10 +251,10 @@ def convert_kernel(
                 BLOCK_D,
             )
         b_words = element_words(b_slab, BLOCK_T, BLOCK_D)
-        b_column = tl.sum(b_words * b_key[:, None], axis=0)
-        b_sum += b_column * column_keys(i_h * HEAD_WORDS + o_w)
+        b_weighted = b_words * column_keys(i_h * HEAD_WORDS + o_w)[None, :]
+        b_sum += tl.sum(tl.reshape(b_weighted, [BLOCK_T, BLOCK_W // GROUP, GROUP]), axis=2)
         if SLAB_KIND != FLOAT:
             b_bits = b_scale.to(tl.uint32, bitcast=True).to(tl.uint64)
             b_scale_sum += b_bits * column_keys(HEADS * HEAD_WORDS + i_h + o_zero)
-    b_total = tl.sum(b_sum, axis=0) + tl.sum(b_scale_sum * b_key, axis=0)
+    b_total = tl.sum((tl.sum(b_sum, axis=1) + b_scale_sum) * b_key, axis=0)
     add_totals(p_totals, b_total, m_t, m_fresh, i_row, i_part, rows_per_tile, tiles_per_row)
