@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 
@@ -149,5 +150,5 @@ def _claim(case: Case, what: str, value: float, goal: float | None, result: Resu
 
 
 def _finite(error: float | None) -> Scalar:
-    """JSON has no NaN; a result that is none reads as text."""
-    return "NaN" if error is not None and error != error else error
+    """JSON has neither NaN nor infinity; they read as text."""
+    return str(error) if error is not None and not math.isfinite(error) else error

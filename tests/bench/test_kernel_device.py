@@ -14,6 +14,7 @@ from kernel_bench import CPU, FakeClock, FakeTimer, bench, norm_case, norm_work
 from kvferry.bench.kernel_cases.case import Limit, Work
 from kvferry.bench.kernel_device import (
     OURS,
+    PIECE,
     DeviceLimits,
     check,
     measure_device_limits,
@@ -191,6 +192,16 @@ def test_a_nan_on_one_side_is_an_error_that_no_tolerance_allows(where: str) -> N
     out, expected = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0])
     {"out": out, "expected": expected}[where][0] = torch.nan
     assert not relative_error(out, expected) <= 1e9
+
+
+@pytest.mark.parametrize("value", [3.0, torch.nan])
+@pytest.mark.parametrize("place", [0, PIECE - 1, PIECE, PIECE + 4])
+def test_every_piece_of_a_large_output_counts(place: int, value: float) -> None:
+    expected = torch.ones(1).expand(PIECE + 5).clone()
+    out = expected.clone()
+    out[place] = value
+    error = relative_error(out, expected)
+    assert error == 2.0 or (value != value and error != error)
 
 
 def test_of_integers_the_share_that_differs_counts() -> None:

@@ -114,12 +114,13 @@ def test_a_row_has_what_was_measured_beside_what_limits_it() -> None:
     assert row["copies"] == 7
 
 
-def test_rows_of_failures_are_json_with_their_reason(tmp_path: Path) -> None:
-    found = rows(result(norm_case("a"), None, error=float("nan"), notes=["wrong: error nan"]))
+@pytest.mark.parametrize("error", ["nan", "inf"])
+def test_rows_of_failures_are_json_with_their_reason(error: str, tmp_path: Path) -> None:
+    found = rows(result(norm_case("a"), None, error=float(error), notes=["wrong"]))
     report = Report(bench="kernels", rows=found, machine={}, commit="abc")
     report.write(tmp_path / "kernels.json")
     (row,) = json.loads((tmp_path / "kernels.json").read_text())["rows"]
-    assert (row["error"], row["notes"]) == ("NaN", "wrong: error nan")
+    assert (row["error"], row["notes"]) == (error, "wrong")
 
 
 def test_tuned_tiles_are_ranked_within_their_shape() -> None:
