@@ -41,7 +41,9 @@ class Shape:
 
 
 class Inputs:
-    """q, k and v are slices of one projection whose other columns hold NaN."""
+    """q, k and v are slices of one projection whose other columns hold NaN, or for odd seeds three
+    tensors with strides of their own.
+    """
 
     def __init__(self, shape: Shape, seed: int) -> None:
         random = random_tensors(seed)
@@ -54,6 +56,8 @@ class Inputs:
             shape.num_tokens, sum(heads), shape.head_dim, dtype=shape.dtype
         )
         self.q, self.k, self.v = projection[:, 1:-2].split(heads, dim=1)
+        if seed % 2:
+            self.k, self.v = self.k.contiguous(), _apart(self.v)
         angles = random(shape.num_tokens, (shape.rotary or shape.head_dim) // 2)
         self.cos, self.sin = (x.to(shape.angles) for x in (angles.cos(), angles.sin()))
         num_blocks = 2 + shape.num_tokens // shape.block_size
@@ -82,6 +86,14 @@ class Inputs:
             self.q_norm, self.k_norm, EPS,
         )  # fmt: skip
         return out, kv
+
+
+def _apart(x: torch.Tensor) -> torch.Tensor:
+    """The same values with NaN around each row and each token."""
+    num_tokens, heads, head_dim = x.shape
+    wider = torch.full((num_tokens, heads + 2, head_dim + 6), torch.nan, dtype=x.dtype)
+    wider[:, 1:-1, :head_dim] = x
+    return wider[:, 1:-1, :head_dim]
 
 
 def ordinals(cache: torch.Tensor) -> torch.Tensor:
