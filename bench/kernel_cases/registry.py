@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 from kvferry.bench.kernel_cases import (
     embedding,
     flash_attention,
+    flash_decoding,
     gated,
+    kv_pack,
     matmul,
+    quant_matmul,
     rms_norm,
     rope_kv_write,
     sampling,
@@ -16,15 +20,27 @@ from kvferry.bench.kernel_cases import (
 from kvferry.bench.kernel_cases.case import Case
 from kvferry.kernels.chips import Chip
 
-MODULES = (flash_attention, rope_kv_write, rms_norm, gated, embedding, matmul, sampling)
+MODULES = (
+    flash_attention,
+    flash_decoding,
+    rms_norm,
+    rope_kv_write,
+    gated,
+    embedding,
+    kv_pack,
+    matmul,
+    sampling,
+    quant_matmul,
+)
 
 TILES_MARK = " @ "
 """Between the name of a case and the label of its tiles."""
 
 
-def all_cases() -> list[Case]:
+@cache
+def all_cases() -> tuple[Case, ...]:
     """Kernel by kernel, each in the order of its module."""
-    return [case for module in MODULES for case in module.cases()]
+    return tuple(case for module in MODULES for case in module.cases())
 
 
 def chosen_cases(kernel: str | None = None, *, ci_only: bool = False) -> list[Case]:

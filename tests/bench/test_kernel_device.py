@@ -195,7 +195,7 @@ def test_a_nan_on_one_side_is_an_error_that_no_tolerance_allows(where: str) -> N
 
 
 @pytest.mark.parametrize("value", [3.0, torch.nan])
-@pytest.mark.parametrize("place", [0, PIECE - 1, PIECE, PIECE + 4])
+@pytest.mark.parametrize("place", [PIECE - 1, PIECE + 4])
 def test_every_piece_of_a_large_output_counts(place: int, value: float) -> None:
     expected = torch.ones(1).expand(PIECE + 5).clone()
     out = expected.clone()
