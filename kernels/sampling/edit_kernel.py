@@ -85,8 +85,8 @@ def scatter_kernel(
 ):
     """Add values to the ids that a row names, or (not ADD) make them -inf; NaN stays."""
     i_row = tl.program_id(0).to(tl.int64)
-    first, last = tl.load(p_offsets + i_row), tl.load(p_offsets + i_row + 1)
-    for start in range(first, last, BLOCK):
+    start, last = tl.load(p_offsets + i_row), tl.load(p_offsets + i_row + 1)
+    while start < last:
         o_i = start + tl.arange(0, BLOCK)
         m_i = o_i < last
         b_id = tl.load(p_ids + o_i, mask=m_i, other=-1)
@@ -98,3 +98,4 @@ def scatter_kernel(
         else:
             b_x = tl.where(b_x == b_x, NEG_INF, b_x)
         tl.store(p_x, b_x, mask=m_i)
+        start += BLOCK

@@ -30,13 +30,15 @@ def top_of_split_kernel(
     top = tl.max(b_l, axis=0)
     tl.store(p_top + i_out, top)
     tl.store(p_mass + i_out, tl.sum(mass_of(b_l, top, 1.0), axis=0))
-    for j in range(count):
+    j = 0
+    while j < count:
         best = tl.max(b_l, axis=0)
         best_id = tl.min(tl.where(b_l == best, o_v, NO_ID), axis=0)
         tl.store(p_best + i_out * count + j, best)
         tl.store(p_best_id + i_out * count + j, best_id)
         # Ids that are taken are below all others; a split of fewer ids yields -inf.
         b_l = tl.where(o_v == best_id, NEG_INF, b_l)
+        j += 1
 
 
 @triton.jit
@@ -76,9 +78,11 @@ def merge_top_kernel(
     p_at = (i_query * num_splits + o_split) * count + o_j
     b_best = tl.load(p_best + p_at, mask=m_c, other=NEG_INF)
     b_id = tl.load(p_best_id + p_at, mask=m_c, other=NO_ID)
-    for j in range(count):
+    j = 0
+    while j < count:
         best = tl.max(b_best, axis=0)
         best_id = tl.min(tl.where(b_best == best, b_id, NO_ID), axis=0)
         tl.store(p_values + i_query * count + j, (best - top) - log_mass)
         tl.store(p_ids + i_query * count + j, best_id)
         b_best = tl.where(b_id == best_id, NEG_INF, b_best)
+        j += 1

@@ -172,13 +172,15 @@ def found_above(
     b_sum1 = tl.zeros((SPLITS, WIDTH), dtype=tl.float32)
     b_sum2 = tl.zeros((SPLITS, WIDTH), dtype=tl.float32)
     b_sum3 = tl.zeros((SPLITS, WIDTH), dtype=tl.float32)
-    for start in range(0, tl.max(b_num, axis=0), WIDTH):
+    start, most = 0, tl.max(b_num, axis=0)
+    while start < most:
         m_w = (start + o_w)[None, :] < b_num[:, None]
         b_l = tl.load(p_split + (start + o_w)[None, :], mask=m_w, other=NEG_INF)
         b_weight = mass_of(b_l, top, temperature) if MASS else m_w.to(tl.float32)
         b_sum1 += tl.where(b_l >= value1, b_weight, 0.0)
         b_sum2 += tl.where(b_l >= value2, b_weight, 0.0)
         b_sum3 += tl.where(b_l >= value3, b_weight, 0.0)
+        start += WIDTH
     return tl.sum(b_sum1), tl.sum(b_sum2), tl.sum(b_sum3)
 
 
