@@ -42,23 +42,23 @@ TILES = {
         Tile(8, 8, 128, 4, 4, 3),
         Tile(16, 16, 128, 4, 4, 3),
         Tile(32, 32, 128, 4, 4),
-        Tile(64, 64, 128, 4, 3),
-        Tile(256, 64, 128, 4, 3),
+        Tile(64, 64, 128, 8, 3),
+        Tile(256, 64, 128, 8, 3),
         Tile(ANY, 128, 128, 8, 3, 1),
     ),
     90: (
         Tile(8, 8, 128, 4, 4, 3),
         Tile(16, 16, 64, 2, 4, 6),
         Tile(32, 32, 128, 4, 4, 3),
-        Tile(64, 64, 128, 4, 4),
-        Tile(256, 64, 128, 4, 4),
+        Tile(64, 64, 128, 8, 4),
+        Tile(256, 64, 128, 8, 4),
         Tile(ANY, 128, 128, 8, 3, 1),
     ),
     100: (
         Tile(8, 8, 128, 4, 4, 3),
         Tile(16, 16, 64, 2, 4, 6),
         Tile(32, 32, 64, 2, 4, 6),
-        Tile(ANY, 64, 64, 2, 4, 4),
+        Tile(ANY, 32, 64, 2, 4, 1),
     ),
 }
 """By architecture; the first tile that holds M is taken.
@@ -71,7 +71,7 @@ holds for all sizes: tcgen05 would have the unpacked weights go through tensor m
 FIXED = {
     80: Tile(ANY, 64, 64, 4, 3, 3),
     90: Tile(ANY, 64, 64, 4, 4, 3),
-    100: Tile(ANY, 64, 64, 2, 4, 3),
+    100: Tile(ANY, 32, 64, 2, 4, 3),
 }
 """For ``batch_invariant``: split as for one row of tiles, whatever M. 64 columns leave registers
 for a third accumulator, the sum of the splits."""

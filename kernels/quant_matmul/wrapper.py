@@ -11,7 +11,7 @@ import torch
 
 from kvferry.kernels.chips import Chip
 from kvferry.kernels.launch import Launch, chip_of, require
-from kvferry.kernels.quant_matmul.configs import Split, Tile, split_for, tile_for
+from kvferry.kernels.quant_matmul.configs import ANY, Split, Tile, split_for, tile_for
 from kvferry.kernels.quant_matmul.kernel import quant_matmul_kernel, sum_splits_kernel
 from kvferry.kernels.quant_matmul.layout import UNIT, QuantWeight
 
@@ -57,8 +57,8 @@ def quant_matmul_launches(
     tile = tile or tile_for(m, chip, batch_invariant)
     split = split_for(tile, n, weight.num_inputs, chip)
     num_programs = -(-m // tile.block_m) * -(-n // tile.block_n)
-    if split.num_splits == 1 or num_programs >= chip.num_sms:
-        # Enough programs without splits: each sums all of them, in the same order.
+    if split.num_splits == 1 or (tile.max_m == ANY and num_programs >= chip.num_sms):
+        # A large batch has programs enough: each sums all splits, in the same order.
         return [_product(x, weight, bias, out, tile, split)]
     parts = x.new_empty(split.num_splits, m, n, dtype=torch.float32)
     return [_product(x, weight, None, parts, tile, split), _sum_of(parts, bias, out)]
