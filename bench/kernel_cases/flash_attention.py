@@ -27,7 +27,8 @@ MIXED = (
 TYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 GOAL = 0.70
 """Share of the measured matrix-product peak."""
-SPILLS_OF_WIDE_HEADS = 192
+SPILLS_OF_WIDE_HEADS = 384
+"""Bytes per thread: 128 rows x 256 columns of output alone take 128 of its 255 registers."""
 TOLERANCE = 2**-7
 """Of bf16: one rounding of the weights (2^-9 relative) and one of the output, and another order of
 sums. The scales of a quantised cache add another rounding of float32 and none of bf16."""
@@ -98,7 +99,10 @@ def cases() -> Iterator[Case]:
                 yield _case(name, shape, not_slower_than=beside, in_ci=cache == "fp8")
     for cache in TYPES:
         yield _case(f"16 mixed prompts, {cache}", _Shape(lengths=MIXED, cache=cache))
-    yield _case("window 1024, 8k, bf16", _Shape(lengths=((8192, 0),), window=1024))
+    # Three loops instead of two are a few registers too many for sm_80's 64 keys alone.
+    yield _case(
+        "window 1024, 8k, bf16", _Shape(lengths=((8192, 0),), window=1024), spills_allowed=64
+    )
     yield _case(
         "window 4096, cap 50, D 256, 8k, bf16",
         _Shape(
@@ -141,9 +145,7 @@ def _case(name: str, shape: _Shape, **goals: Any) -> Case:
         limit=Limit.MATMUL,
         matrix=True,
         warp_group=True,
-        # The output of 128 rows and 256 columns alone takes 128 of a thread's 255 registers.
-        spills_allowed=SPILLS_OF_WIDE_HEADS if shape.head_dim > 128 else 0,
-        **goals,
+        **{"spills_allowed": SPILLS_OF_WIDE_HEADS if shape.head_dim > 128 else 0, **goals},
     )
 
 

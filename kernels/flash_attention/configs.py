@@ -1,6 +1,10 @@
 """Tiles of flash_attention by chip, head dimension and cache, and what a tuning run tries.
 
 Nothing here depends on the batch, so a row's result does not either.
+
+Triton's automatic warp specialisation is not among the choices: on sm_90 it takes a function with
+one loop alone (Triton 3.6; 3.7.1 fails on that one too), and this kernel needs a loop without masks
+beside those with. The two warp groups of a program overlap their softmax and products unasked.
 """
 
 from __future__ import annotations
@@ -76,9 +80,12 @@ def _keys_for(chip: Chip, kv: KvLayer, dtype: torch.dtype) -> int:
     if chip.arch in WARP_GROUP_ARCHS:
         has_tail = kv.head_dim & (kv.head_dim - 1) != 0
         return 64 if converts or wide or (has_tail and chip.arch == 100) else 128
-    if kv.head_dim <= 64 or not (converts or wide):
+    if kv.head_dim <= 64:
         return 64
-    return 16 if converts and wide else 32
+    by_bits = kv.k.dtype is torch.float8_e4m3fn and not chip.has_native_e4m3
+    if converts:
+        return 16 if wide or by_bits else 32
+    return 32 if wide else 64
 
 
 def candidates(chip: Chip, kv: KvLayer, dtype: torch.dtype) -> Iterator[Config]:
