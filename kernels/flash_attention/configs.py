@@ -75,7 +75,7 @@ def _keys_for(chip: Chip, kv: KvLayer, dtype: torch.dtype) -> int:
     converts = kv.k.dtype is not dtype
     wide = kv.head_dim > 128
     if dtype is torch.float32:
-        # No matrix unit multiplies float32 exactly; this is for small models in tests.
+        # For small models in tests: what fits everywhere, at any head dimension.
         return 16
     if chip.arch in WARP_GROUP_ARCHS:
         has_tail = kv.head_dim & (kv.head_dim - 1) != 0
