@@ -82,13 +82,15 @@ def cases() -> Iterator[Case]:
                 in_ci=batch == 16,
             )
     yield _case("batch 64 x 2048, bf16, blocks of 64", _equal(64, block_size=64), in_ci=True)
-    for queries, in_ci in ((4, True), (16, True)):
+    for queries in (4, 16):
         for cache in ("bf16", "fp8"):
             yield _case(
                 f"batch 64 x 2048, drafts of {queries}, {cache}",
                 _equal(64, queries=queries, cache=cache),
                 warp_group=queries == 16 and cache == "bf16",
-                in_ci=in_ci,
+                # On sm_100 alone: 24 bytes beyond 255 registers.
+                spills_allowed=24 if (queries, cache) == (4, "fp8") else 0,
+                in_ci=True,
             )
     yield _case("batch 64, 64 to 16k mixed, bf16", _Shape(contexts=MIXED))
     yield _case("batch 64 x 2048, bf16, window 512", _equal(64, window=512))
@@ -105,6 +107,8 @@ def cases() -> Iterator[Case]:
             yield _case(
                 f"batch 16 x 2048, heads of {head_dim}, {cache}",
                 _equal(16, head_dim=head_dim, cache=cache),
+                # On sm_80 alone, where ptxas stops at 128 registers of its own accord.
+                spills_allowed=8 if head_dim == 64 and cache != "bf16" else 0,
             )
     yield _case(
         "batch 16 x 2048, 8/4 heads of 256, bf16, window 1024, soft-cap",

@@ -37,9 +37,10 @@ def _load_query(p_q, o_q, m_q, DTYPE: tl.constexpr):
 
 @triton.jit
 def _soft_cap(b_x, cap):
-    """cap * tanh(x / cap) for x and the result in units of log2."""
-    b_exp = tl.exp2(b_x * (2.0 / cap))
-    return (cap * _LOG2E) * (1.0 - 2.0 / (b_exp + 1.0))
+    """cap * tanh(x / cap) for x and the result in units of log2; |tanh| = (1 - e) / (1 + e)."""
+    b_e = tl.exp2(tl.abs(b_x) * (-2.0 / cap))
+    b_capped = (cap * _LOG2E) * ((1.0 - b_e) / (1.0 + b_e))
+    return tl.where(b_x < 0.0, -b_capped, b_capped)
 
 
 @triton.jit

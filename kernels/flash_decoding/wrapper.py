@@ -42,6 +42,9 @@ def flash_decoding(
     tanh(x / softcap). ``lse`` float32 [T, Hq] receives the natural logarithm of the softmax's
     denominator, -inf for padding. The plan is one that ``plan_splits`` made for these lengths; its
     partial results are overwritten.
+
+    q has the cache's type, unless that is quantised: then products are taken in float16, by which
+    a bf16 q loses nothing.
     """
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     for launch in flash_decoding_launches(
@@ -214,7 +217,8 @@ def _check(
     q: torch.Tensor, kv: KvLayer, splits: SplitPlan, out: torch.Tensor, lse: torch.Tensor | None
 ) -> None:
     require(q.dim() == 3 and q.stride(2) == 1, "q", "must be [T, Hq, D] with contiguous heads")
-    require(q.dtype in _TL_TYPES, "q", f"no kernel takes {q.dtype}")
+    fits = q.dtype in _TL_TYPES and (kv.is_quantised or q.dtype is kv.k.dtype)
+    require(fits, "q", f"{q.dtype} over a cache of {kv.k.dtype}")
     require(q.shape[2] == kv.head_dim, "q", f"head dimension is not the cache's {kv.head_dim}")
     require(kv.head_dim in HEAD_DIMS, "q", f"head dimension {kv.head_dim} is none of {HEAD_DIMS}")
     rows = q.shape[1] // kv.num_kv_heads * splits.max_query_len
