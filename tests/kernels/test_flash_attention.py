@@ -120,7 +120,16 @@ def test_types(dtype: torch.dtype, cache_dtype: torch.dtype, chip: object, seede
 
 @pytest.mark.parametrize(("num_kv_heads", "group"), [(2, 1), (2, 3), (1, 8)])
 def test_groups_of_query_heads(num_kv_heads: int, group: int, seeded: int) -> None:
-    check(Prompts(lengths=((2, 15),), num_kv_heads=num_kv_heads, group=group, seed=seeded))
+    """With scales, which have heads of their own."""
+    check(
+        Prompts(
+            lengths=((2, 17),),
+            num_kv_heads=num_kv_heads,
+            group=group,
+            cache_dtype=torch.int8,
+            seed=seeded,
+        )
+    )
 
 
 @pytest.mark.parametrize("window", [1, 15, 16, 17, 48])
