@@ -61,8 +61,7 @@ def exponential(b_word):
     b_high = ((b_word ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10
     b_s = b_low / (1.0 + b_high)
     b_s2 = b_s * b_s
-    b_sum = 1.0 / 15.0
-    b_sum = b_sum * b_s2 + 1.0 / 13.0
+    b_sum = 1.0 / 13.0
     b_sum = b_sum * b_s2 + 1.0 / 11.0
     b_sum = b_sum * b_s2 + 1.0 / 9.0
     b_sum = b_sum * b_s2 + 1.0 / 7.0

@@ -125,11 +125,27 @@ def test_drafts_end_at_a_row_that_is_not_finite(op, rule: str) -> None:  # type:
     logits[:, 280] = 50.0
     logits[2, 5], logits[7, 290] = torch.nan, torch.inf
     params = random_params(torch.Generator(), 9, filtered=False, temperature=1.0)
-    drafts = DraftTensors(offsets=offsets, token_ids=torch.full((9,), 280))
+    # The draft of the bad row is the token that bad rows are given.
+    token_ids = torch.full((9,), 280)
+    token_ids[2] = 0
+    drafts = DraftTensors(offsets=offsets, token_ids=token_ids)
     got = getattr(op, rule)(logits, params, drafts, 300)
     assert got.num_accepted.tolist() == [2, 3, 0]
     assert got.invalid.tolist() == [True, True, False]
     assert got.token_ids[:, :4].tolist() == [[280, 280, 0, 0], [280, 280, 280, 0], [280, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("op", [wrapper, reference])
+@pytest.mark.parametrize("with_probs", [False, True])
+def test_a_rejected_draft_is_not_drawn_again(op, with_probs: bool) -> None:  # type: ignore[no-untyped-def]
+    offsets, logits = offsets_of([1] * 16), torch.zeros(32, 2)
+    probs = torch.tensor([1.0, 0.0]).expand(32, -1).contiguous() if with_probs else None
+    drafts = DraftTensors(offsets=offsets, token_ids=torch.zeros(32).long(), probs=probs)
+    params = random_params(torch.Generator().manual_seed(4), 32, filtered=False, temperature=1.0)
+    got = op.verify_rejection(logits, params, drafts, 2)
+    rejected = got.num_accepted == 0
+    assert 0 < int(rejected.sum()) < 16
+    assert got.token_ids[rejected, 0].tolist() == [1] * int(rejected.sum())
 
 
 def test_rejection_without_drafts_is_sampling() -> None:
