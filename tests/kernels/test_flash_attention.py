@@ -120,13 +120,14 @@ def test_types(dtype: torch.dtype, cache_dtype: torch.dtype, chip: object, seede
 
 @pytest.mark.parametrize(("num_kv_heads", "group"), [(2, 1), (2, 3), (1, 8)])
 def test_groups_of_query_heads(num_kv_heads: int, group: int, seeded: int) -> None:
-    """With scales, which have heads of their own."""
+    """With scales, which have heads of their own, and capped scores."""
     check(
         Prompts(
             lengths=((2, 17),),
             num_kv_heads=num_kv_heads,
             group=group,
             cache_dtype=torch.int8,
+            softcap=2.0,
             seed=seeded,
         )
     )
