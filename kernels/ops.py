@@ -36,6 +36,7 @@ class Ops:
     add_rms_norm: Op
     rope_kv_write: Op
     swiglu: Op
+    geglu: Op
     embedding: Op
     flash_attention: Op
     plan_splits: Op
@@ -46,6 +47,12 @@ class Ops:
     top_logprobs: Op
     verify_coupled: Op
     verify_rejection: Op
+    quant_matmul: Op
+    gather_kv: Op
+    scatter_kv: Op
+    copy_blocks: Op
+    swap_out: Op
+    swap_in: Op
 
 
 _VENDOR = "torch.nn.functional:linear"
@@ -71,6 +78,7 @@ TABLE: dict[str, dict[Backend, str]] = {
     "add_rms_norm": _unit("rms_norm", "add_rms_norm"),
     "rope_kv_write": _unit("rope_kv_write", "rope_kv_write"),
     "swiglu": _unit("gated", "swiglu"),
+    "geglu": _unit("gated", "geglu"),
     "embedding": _unit("embedding", "embedding"),
     "flash_attention": _unit("flash_attention", "flash_attention"),
     "plan_splits": _unit("flash_decoding", "plan_splits"),
@@ -81,6 +89,12 @@ TABLE: dict[str, dict[Backend, str]] = {
     "top_logprobs": _unit("sampling", "top_logprobs"),
     "verify_coupled": _unit("sampling", "verify_coupled"),
     "verify_rejection": _unit("sampling", "verify_rejection"),
+    "quant_matmul": _unit("quant_matmul", "quant_matmul"),
+    "gather_kv": _unit("kv_pack", "gather"),
+    "scatter_kv": _unit("kv_pack", "scatter"),
+    "copy_blocks": _unit("kv_pack", "copy_blocks"),
+    "swap_out": _unit("kv_pack", "swap_out"),
+    "swap_in": _unit("kv_pack", "swap_in"),
 }
 """Op -> backend -> ``module:function``."""
 
