@@ -241,7 +241,10 @@ def test_more_rows_than_a_tile_has(seeded: int) -> None:
 
 
 def test_more_splits_than_the_merge_takes_at_once(seeded: int) -> None:
-    batch = make_batch(Shape(lengths=((639, 1),), magnitude=3.0), seeded)
+    """And the largest score comes last, so that what was merged before must be rescaled."""
+    batch = make_batch(Shape(lengths=((639, 1),)), seeded)
+    largest = batch.q[0, 0] * (5.0 * 8.0 / batch.q.square().sum())
+    batch.kv.k[batch.tables[0, -1], -1, 0] = largest
     splits = batch.plan(chip=dataclasses.replace(INTERPRETER, num_sms=20))
     assert int(splits.seq_items[1]) == 40 > wrapper.MERGED_AT_ONCE
     check(batch, splits)
