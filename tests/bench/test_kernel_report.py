@@ -85,14 +85,15 @@ def test_a_case_is_held_to_another_that_it_must_not_be_slower_than() -> None:
 def test_wrong_results_fail_and_missing_ones_are_counted() -> None:
     results = [
         result(norm_case("a")),
+        result(norm_case("right too")),
         result(norm_case("b"), None, error=0.5),
         result(norm_case("c"), None, error=float("nan")),
         result(norm_case("d"), None, error=None, notes=["skipped: out of time"]),
     ]
     found = claims(results)
-    assert (found["kernels.wrong"].value, found["kernels.wrong"].n) == (2, 3)
+    assert (found["kernels.wrong"].value, found["kernels.wrong"].n) == (2, 4)
     assert found["kernels.wrong"].met is False
-    assert (found["kernels.not_measured"].value, found["kernels.not_measured"].n) == (3, 4)
+    assert (found["kernels.not_measured"].value, found["kernels.not_measured"].n) == (3, 5)
 
 
 def rows(*results: Result) -> list[dict[str, Any]]:
@@ -100,7 +101,7 @@ def rows(*results: Result) -> list[dict[str, Any]]:
 
 
 def test_a_row_has_what_was_measured_beside_what_limits_it() -> None:
-    timings = {OURS: timing(2e-6), "peer": timing(3e-6)}
+    timings = {OURS: timing(2e-6), "peer": timing(3e-6), "slow": timing(9e-6)}
     case = norm_case("a", nbytes=10**6, flops=10**6)
     (row,) = rows(result(case, timings=timings, copies=7))
     assert row["µs"] == pytest.approx(2.0)
