@@ -81,7 +81,7 @@ def cases() -> Iterator[Case]:
                 not_slower_than=None if cache == "bf16" else f"{name}, bf16",
                 in_ci=batch == 16,
             )
-    yield _case("batch 64 x 2048, bf16, blocks of 64", _equal(64, block_size=64), in_ci=True)
+    yield _case("batch 64 x 2048, bf16, blocks of 64", _equal(64, block_size=64))
     for queries in (4, 16):
         for cache in ("bf16", "fp8"):
             yield _case(
@@ -90,7 +90,7 @@ def cases() -> Iterator[Case]:
                 warp_group=queries == 16 and cache == "bf16",
                 # On sm_100 alone: 24 bytes beyond 255 registers.
                 spills_allowed=24 if (queries, cache) == (4, "fp8") else 0,
-                in_ci=True,
+                in_ci=cache == "bf16",
             )
     yield _case("batch 64, 64 to 16k mixed, bf16", _Shape(contexts=MIXED))
     yield _case("batch 64 x 2048, bf16, window 512", _equal(64, window=512))
