@@ -27,11 +27,14 @@ _LEAST_SCALE = tl.constexpr(LEAST_SCALE)
 
 @triton.jit
 def dot(b_a, b_b, b_acc):
-    """acc + a @ b on the matrix units, accumulated in float32. a [M, K], b [K, N]."""
+    """acc + a @ b on the matrix units, accumulated in float32. a [M, K], b [K, N].
+
+    float32 goes there as three products of TF32, which keeps 21 of its 24 bits.
+    """
     if _INTERPRETED:
         return tl.dot(b_a.to(tl.float32), b_b.to(tl.float32), acc=b_acc, input_precision="ieee")
     else:
-        return tl.dot(b_a, b_b, acc=b_acc)
+        return tl.dot(b_a, b_b, acc=b_acc, input_precision="tf32x3")
 
 
 @triton.jit

@@ -154,8 +154,10 @@ def verify_rejection(
     uniform = (words[:, 0] >> 8).double() * 2.0**-24
     accept = uniform * q.gather(1, d).squeeze(1) < p.gather(1, d).squeeze(1)
     residual = (p - q).clamp(min=0.0)
-    # p = q up to rounding: the draft is as good a draw from p as any.
-    residual.scatter_add_(1, d, (residual.sum(dim=1, keepdim=True) == 0).to(residual.dtype))
+    residual = residual.masked_fill(residual < torch.finfo(torch.float32).tiny, 0.0)
+    # p = q up to float32's rounding leaves nothing to draw from: the likeliest, then.
+    is_empty = residual.sum(dim=1, keepdim=True) == 0
+    residual.scatter_add_(1, x.argmax(dim=1, keepdim=True), is_empty.to(residual.dtype))
     replacement = _race(residual.log(), params, RESIDUAL_DOMAIN)
     bonus = _race(kept, params, SAMPLE_DOMAIN)
     tokens = torch.where(is_draft, replacement, bonus).masked_fill(invalid, 0)

@@ -115,6 +115,7 @@ def accept_kernel(
     p_draft,
     p_probs,
     p_accept,
+    p_likeliest,
     stride,
     vocab_size,
     num_splits,
@@ -122,7 +123,7 @@ def accept_kernel(
     HAS_PROBS: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """accept = u * q(draft) < p(draft), per row; 0 in rows that are bad."""
+    """accept = u * q(draft) < p(draft), per row, 0 in rows that are bad; and argmax p."""
     i_row = tl.program_id(0).to(tl.int64)
     temperature, is_greedy = load_temperature(p_temperature, i_row)
     top, mass = row_top(p_top, p_mass, i_row, num_splits, temperature, SPLITS)
@@ -153,6 +154,7 @@ def accept_kernel(
     uniform = (word >> 8).to(tl.float32) * 5.9604644775390625e-08
     accept = (uniform * q < p) & (bad == 0) & m_draft
     tl.store(p_accept + i_row, accept.to(tl.int32))
+    tl.store(p_likeliest + i_row, best)
 
 
 @triton.jit
@@ -237,6 +239,7 @@ def finish_kernel(
     p_top,
     p_bad,
     p_accept,
+    p_likeliest,
     p_offsets,
     p_draft,
     p_num_kept,
@@ -253,8 +256,8 @@ def finish_kernel(
         p_score, p_id, p_top, p_bad, i_seq, num_splits, temperature, is_greedy, SPLITS
     )
     if (kept < num_drafts) & (best == NEG_INF) & (bad == 0):
-        # p = q up to rounding: the draft is as good a draw from p as any.
-        token = tl.load(p_draft + start + kept).to(tl.int32)
+        # p = q up to rounding, so that nothing is left to draw from.
+        token = tl.load(p_likeliest + start + kept)
     tl.store(p_num_kept + i_seq, kept)
     tl.store(p_invalid + i_seq, bad)
     store_tokens(p_draft, p_token, start, kept, token, i_seq)

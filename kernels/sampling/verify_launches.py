@@ -87,7 +87,7 @@ def rejection_launches(
         "p_best_id": target["p_id"],
         "p_bad": target["p_bad"],
     }
-    accept = torch.empty(rows, dtype=torch.int32, device=device)
+    accept, likeliest = (torch.empty(rows, dtype=torch.int32, device=device) for _ in range(2))
     draft = {"p_draft": drafts.token_ids, "p_probs": drafts.probs}
     kept = {"p_accept": accept, "p_offsets": drafts.offsets}
     best = partial_results(device, sequences, split)
@@ -96,6 +96,7 @@ def rejection_launches(
         "p_temperature": params.temperature,
         **best,
         **kept,
+        "p_likeliest": likeliest,
         "p_draft": drafts.token_ids,
         **_outputs(out),
         "num_splits": split.count,
@@ -109,7 +110,11 @@ def rejection_launches(
         Launch(
             kernel=accept_kernel,
             grid=(rows,),
-            args=row | noise_args(params) | target | draft | {"p_accept": accept},
+            args=row
+            | noise_args(params)
+            | target
+            | draft
+            | {"p_accept": accept, "p_likeliest": likeliest},
             constants=filtered | probs | padded,
             num_warps=1,
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import ModuleType
 
 import pytest
 import torch
@@ -78,6 +79,19 @@ def test_rejection_is_the_reference(
             for each in moved
         ), f"{got} is not {moved[0]}"
     assert not got.invalid.any()
+
+
+@pytest.mark.parametrize("op", [wrapper, reference])
+def test_a_draft_that_its_own_model_never_draws_is_not_the_replacement(op: ModuleType) -> None:
+    """p = q, all on id 7, and a draft with q = 0: nothing is left of p - q to draw from."""
+    logits = torch.full((2, 40), -500.0)
+    logits[:, 7] = 500.0
+    params = random_params(torch.Generator().manual_seed(0), 2, filtered=False, temperature=1.0)
+    offsets, token_ids = offsets_of([1]), torch.tensor([3, NO_ID])
+    drafts = DraftTensors(offsets=offsets, token_ids=token_ids, probs=logits.softmax(dim=-1))
+    got = op.verify_rejection(logits, params, drafts, 40)
+    assert got.num_accepted.tolist() == [0]
+    assert got.token_ids[0, :2].tolist() == [7, 0]
 
 
 def test_the_longest_draft() -> None:
