@@ -17,7 +17,8 @@ import torch
 from kvferry.cache.paged import PagedKV
 from kvferry.engine.plan import Int32
 from kvferry.engine.step_tensors import StepTensors
-from kvferry.kernels.flash_attention.plan import PrefillPlan
+from kvferry.kernels.flash_attention.device_plan import PrefillPlan
+from kvferry.kernels.flash_attention.workspace import Workspace
 from kvferry.kernels.flash_decoding.splits import INVARIANT_SPLIT, SplitPlan
 from kvferry.kernels.kv_layer import KvLayer
 from kvferry.kernels.launch import chip_of, next_power_of_2
@@ -26,7 +27,11 @@ from kvferry.models.decoder import Attend, Heads
 
 
 class KernelAttention:
-    """Makes the ``attend`` callback of each step; split plans are kept, one per bucket."""
+    """Makes the ``attend`` callback of each step; split plans are kept, one per bucket.
+
+    Prefill converts a quantised cache in a workspace that holds the longest sequence: what exceeds
+    it is computed sequence by sequence, so that how a row is computed never depends on the others.
+    """
 
     def __init__(
         self,
@@ -34,6 +39,7 @@ class KernelAttention:
         ops: Ops,
         num_heads: int,
         max_model_len: int,
+        dtype: torch.dtype,
         *,
         batch_invariant: bool = False,
     ) -> None:
@@ -43,6 +49,15 @@ class KernelAttention:
         self._max_model_len = max_model_len
         self._invariant_split = INVARIANT_SPLIT if batch_invariant else None
         self._split_plans: dict[tuple[int, int], SplitPlan] = {}
+        self._workspace: Workspace | None = None
+        if self._layers[0].is_quantised:
+            self._workspace = Workspace.allocate(
+                min(max_model_len, kv.num_blocks * kv.block_size),
+                num_kv_heads=kv.num_kv_heads,
+                head_dim=kv.head_dim,
+                dtype=dtype,
+                device=kv.tensor.device,
+            )
 
     def __call__(self, tensors: StepTensors) -> Attend:
         """Plan one step. The callback is valid until the next call."""
@@ -50,8 +65,7 @@ class KernelAttention:
         parts = []
         if num_short:
             parts.append(self._decoding(tensors, int(starts[num_short])))
-        if num_short < len(tensors.context_lens):
-            parts.append(self._prefill(tensors, int(starts[num_short])))
+        parts += [self._prefill(tensors, seqs) for seqs in self._prefill_groups(tensors)]
 
         def attend(layer: int, heads: Heads) -> torch.Tensor:
             kv = self._layers[layer]
@@ -94,26 +108,40 @@ class KernelAttention:
 
         return attend
 
-    def _prefill(self, tensors: StepTensors, first_token: int) -> _Part:
-        """Attention of the long sequences, whose tokens begin at ``first_token``."""
-        long = slice(tensors.num_short, None)
+    def _prefill_groups(self, tensors: StepTensors) -> list[slice]:
+        """The long sequences, those together whose keys and values the workspace holds."""
+        begin, end = tensors.num_short, len(tensors.context_lens)
+        if begin == end:
+            return []
+        if self._workspace is None:
+            return [slice(begin, end)]
+        query_lens = np.diff(tensors.query_starts)[begin:]
+        groups = self._workspace.groups(query_lens, tensors.context_lens[begin:])
+        return [slice(begin + group.start, begin + group.stop) for group in groups]
+
+    def _prefill(self, tensors: StepTensors, seqs: slice) -> _Part:
+        """Attention of some of the long sequences."""
         device = self._layers[0].k.device
-        starts = (tensors.query_starts[long] - first_token).astype(np.int32)
-        plan = PrefillPlan.of(np.diff(starts), tensors.context_lens[long])
-        query_starts = torch.from_numpy(starts).to(device)
-        context_lens = torch.from_numpy(tensors.context_lens[long].copy()).to(device)
-        tables = torch.from_numpy(tensors.block_tables[long].copy()).to(device)
+        starts = tensors.query_starts[seqs.start : seqs.stop + 1]
+        rows = slice(int(starts[0]), int(starts[-1]))
+        lengths = np.diff(starts), tensors.context_lens[seqs]
+        plan = PrefillPlan.of(*lengths, device=device)
+        workspace = None if self._workspace is None else self._workspace.for_step(*lengths)
+        query_starts = torch.from_numpy((starts - starts[0]).astype(np.int32)).to(device)
+        context_lens = torch.from_numpy(tensors.context_lens[seqs].copy()).to(device)
+        tables = torch.from_numpy(tensors.block_tables[seqs].copy()).to(device)
 
         def attend(q: torch.Tensor, kv: KvLayer, out: torch.Tensor) -> None:
             self._ops.flash_attention(
-                q[first_token:],
+                q[rows],
                 kv,
                 tables,
                 query_starts,
                 context_lens,
                 plan,
                 scale=_scale(q),
-                out=out[first_token:],
+                workspace=workspace,
+                out=out[rows],
             )
 
         return attend

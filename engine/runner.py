@@ -59,5 +59,6 @@ def attention_for(decoder: Decoder, kv: PagedKV) -> Callable[[StepTensors], Atte
         decoder.ops,
         spec.num_heads,
         spec.max_model_len,
+        decoder.dtype,
         batch_invariant=decoder.backend is Backend.TRITON_BATCH_INVARIANT,
     )

@@ -15,8 +15,8 @@ from kvferry.bench.kernel_cases.case import Case, Limit, Work
 from kvferry.kernels.chips import Chip
 from kvferry.kernels.flash_attention import reference
 from kvferry.kernels.flash_attention.configs import Config, candidates, config_for
-from kvferry.kernels.flash_attention.plan import PrefillPlan
-from kvferry.kernels.flash_attention.wrapper import HEAD_DIMS, flash_attention_launch, tiles_on
+from kvferry.kernels.flash_attention.device_plan import PrefillPlan
+from kvferry.kernels.flash_attention.wrapper import HEAD_DIMS, flash_attention_launch
 from kvferry.kernels.kv_layer import KvLayer, quantised
 
 MIXED = (
@@ -187,16 +187,14 @@ def _work(shape: _Shape, config: Config | None, device: torch.device, chip: Chip
     )
     out = torch.empty_like(q)
     config = config or config_for(chip, kv, q.dtype)
-    plan = PrefillPlan.of(queries, contexts, window=shape.window, rows=config.rows)
+    plan = PrefillPlan.of(queries, contexts, window=shape.window, rows=config.rows, device=device)
     step = (q, kv, tables, starts, context_lens)
     options: dict[str, Any] = {
         "scale": shape.head_dim**-0.5,
         "window": shape.window,
         "softcap": shape.softcap,
     }
-    launch = flash_attention_launch(
-        *step, tiles_on(plan, device), out, chip, config=config, **options
-    )
+    launch = flash_attention_launch(*step, plan.tiles, out, chip, config=config, **options)
     return Work(
         launches=[launch],
         outputs=[out],

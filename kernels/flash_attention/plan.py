@@ -10,7 +10,6 @@ known to the host when a step is planned, hence NumPy; all layers of the step us
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,47 +19,40 @@ TILE_ROWS = 128
 """Query rows per tile in all tuned configurations: two warp groups of wgmma on Hopper."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
-class PrefillPlan:
-    """How the queries of one step are cut into tiles."""
+Lengths = Sequence[int] | NDArray[Any]
+"""One number of tokens per sequence."""
 
-    rows: int
-    """Query rows per tile; the last tile of a sequence may have fewer."""
-    tiles: NDArray[np.int32]
-    """[num_tiles, 2], heaviest first: sequence, and first row counted from its first query."""
 
-    @classmethod
-    def of(
-        cls,
-        query_lens: Sequence[int] | NDArray[Any],
-        context_lens: Sequence[int] | NDArray[Any],
-        *,
-        window: int | None = None,
-        rows: int = TILE_ROWS,
-    ) -> PrefillPlan:
-        """Tiles of all sequences, heaviest first, equal ones in batch order.
+def tiles_of(
+    query_lens: Lengths,
+    context_lens: Lengths,
+    *,
+    window: int | None = None,
+    rows: int = TILE_ROWS,
+) -> NDArray[np.int32]:
+    """[num_tiles, 2], heaviest first, equal ones in batch order: sequence, and first row counted
+    from its first query. The last tile of a sequence may have fewer than ``rows``.
 
-        The order decides when a tile is computed and never what: results do not depend on it.
-        Raises ValueError for lengths that no step has.
-        """
-        queries = np.asarray(query_lens, dtype=np.int64)
-        contexts = np.asarray(context_lens, dtype=np.int64)
-        if queries.shape != contexts.shape or queries.ndim != 1:
-            raise ValueError("context_lens: must be as many as query_lens")
-        if (queries < 0).any() or (contexts < 0).any():
-            raise ValueError("query_lens, context_lens: must not be negative")
-        if rows <= 0 or (window is not None and window <= 0):
-            raise ValueError("rows, window: must be positive")
-        per_seq = -(-queries // rows)
-        seqs = np.repeat(np.arange(len(queries)), per_seq)
-        before = np.repeat(np.cumsum(per_seq) - per_seq, per_seq)
-        first_rows = (np.arange(len(seqs)) - before) * rows
-        cost = keys_seen(
-            contexts[seqs] + first_rows, np.minimum(rows, queries[seqs] - first_rows), window
-        )
-        order = np.argsort(-cost, kind="stable")
-        tiles = np.stack([seqs, first_rows], axis=1)[order].astype(np.int32)
-        return cls(rows=rows, tiles=tiles)
+    The order decides when a tile is computed and never what: results do not depend on it.
+    Raises ValueError for lengths that no step has.
+    """
+    queries = np.asarray(query_lens, dtype=np.int64)
+    contexts = np.asarray(context_lens, dtype=np.int64)
+    if queries.shape != contexts.shape or queries.ndim != 1:
+        raise ValueError("context_lens: must be as many as query_lens")
+    if (queries < 0).any() or (contexts < 0).any():
+        raise ValueError("query_lens, context_lens: must not be negative")
+    if rows <= 0 or (window is not None and window <= 0):
+        raise ValueError("rows, window: must be positive")
+    per_seq = -(-queries // rows)
+    seqs = np.repeat(np.arange(len(queries)), per_seq)
+    before = np.repeat(np.cumsum(per_seq) - per_seq, per_seq)
+    first_rows = (np.arange(len(seqs)) - before) * rows
+    cost = keys_seen(
+        contexts[seqs] + first_rows, np.minimum(rows, queries[seqs] - first_rows), window
+    )
+    order = np.argsort(-cost, kind="stable")
+    return np.stack([seqs, first_rows], axis=1)[order].astype(np.int32)
 
 
 def keys_seen(

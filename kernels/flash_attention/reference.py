@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from kvferry.kernels.flash_attention.plan import PrefillPlan
+from kvferry.kernels.flash_attention.device_plan import PrefillPlan
+from kvferry.kernels.flash_attention.workspace import StepWorkspace
 from kvferry.kernels.kv_layer import KvLayer, dequantised
 
 
@@ -24,6 +25,7 @@ def flash_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    workspace: StepWorkspace | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """softmax(cap(scale * q @ k^T)) @ v over the keys that each query sees. q [T, Hq, D] -> like q.
@@ -31,7 +33,8 @@ def flash_attention(
     A query at position p sees the keys 0 to p, the last ``window`` of them if given. cap(s) =
     softcap * tanh(s / softcap) if given. Query heads i * Hq/H to (i + 1) * Hq/H - 1 share KV head
     i. block_tables int32 [S, blocks], query_starts int32 [S + 1], context_lens int32 [S]. ``plan``
-    says how kernels split the work; nothing here depends on it.
+    says how kernels split the work, ``workspace`` where they may convert a quantised cache; nothing
+    here depends on them.
     """
     out = torch.empty_like(q) if out is None else out
     starts = query_starts.tolist()

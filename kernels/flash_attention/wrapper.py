@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import math
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kvferry.kernels.chips import Chip
 from kvferry.kernels.flash_attention.configs import Config, config_for
+from kvferry.kernels.flash_attention.device_plan import PrefillPlan
 from kvferry.kernels.flash_attention.kernel import flash_attention_kernel
-from kvferry.kernels.flash_attention.plan import PrefillPlan
+from kvferry.kernels.flash_attention.unpack import unpack_launch
+from kvferry.kernels.flash_attention.workspace import StepWorkspace
 from kvferry.kernels.kv_layer import FLOAT_TYPES, KvLayer, kind_of
 from kvferry.kernels.launch import Launch, chip_of, require
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
-
-_uploaded: WeakKeyDictionary[PrefillPlan, torch.Tensor] = WeakKeyDictionary()
 
 
 def flash_attention(
@@ -32,14 +31,21 @@ def flash_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    workspace: StepWorkspace | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """softmax(cap(scale * q @ k^T)) @ v over the keys that each query sees. q [T, Hq, D] -> like q.
 
-    See ``reference.flash_attention``. ``plan`` must be of this step's lengths.
+    See ``reference.flash_attention``. ``plan`` and ``workspace`` must be of this step's lengths and
+    window. With a workspace a quantised cache is converted there first; without one, every program
+    converts what it reads. A float cache is read where it is.
     """
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     chip = chip_of(q.device)
+    if workspace is not None and kv.is_quantised:
+        require(workspace.elements.dtype is q.dtype, "workspace", f"must be {q.dtype}, as q is")
+        unpack_launch(kv, block_tables, workspace, chip).run()
+        kv, block_tables = workspace.layer, workspace.tables
     config = config_for(chip, kv, q.dtype)
     require(plan.rows == config.rows, "plan", f"tiles of {plan.rows} rows, not {config.rows}")
     flash_attention_launch(
@@ -48,7 +54,7 @@ def flash_attention(
         block_tables,
         query_starts,
         context_lens,
-        tiles_on(plan, q.device),
+        plan.tiles,
         out,
         chip,
         scale=scale,
@@ -57,16 +63,6 @@ def flash_attention(
         config=config,
     ).run()
     return out
-
-
-def tiles_on(plan: PrefillPlan, device: torch.device) -> torch.Tensor:
-    """The plan's tiles on a device, uploaded by the first layer of a step that asks for them."""
-    tiles = _uploaded.get(plan)
-    if tiles is None or tiles.device != device:
-        host = torch.from_numpy(plan.tiles)
-        tiles = host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
-        _uploaded[plan] = tiles
-    return tiles
 
 
 def flash_attention_launch(

@@ -68,13 +68,18 @@ def test_logits_of_all_steps(
 
 
 @pytest.mark.slow
-def test_batch_invariant_logits_do_not_depend_on_neighbours(seeded: int) -> None:
-    """Bit for bit: alone and in the last row of a batch, in a prefill and in a draft step."""
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8])
+def test_batch_invariant_logits_do_not_depend_on_neighbours(
+    kv_dtype: torch.dtype, seeded: int
+) -> None:
+    """Bit for bit: alone and in the last row of a batch, in a prefill and in a draft step. Two
+    prompts do not fit in the workspace of a quantised cache together.
+    """
     setting = Setting(
         backend=Backend.TRITON_BATCH_INVARIANT,
         device=torch.device("cpu"),
         dtype=torch.float32,
-        kv_dtype=torch.float32,
+        kv_dtype=kv_dtype,
     )
     decoder = on_backend(random_decoder(parse_spec(CONFIG), seeded), setting)
     tokens = np.random.default_rng(seeded).integers(96, size=40).tolist()
@@ -88,7 +93,7 @@ def test_batch_invariant_logits_do_not_depend_on_neighbours(seeded: int) -> None
             head_dim=64,
             block_size=16,
             num_blocks=16,
-            dtype=torch.float32,
+            dtype=kv_dtype,
         )
         runner, done, found = ModelRunner(decoder, kv, 96), 0, []
         tables = [[4 * i, 4 * i + 1] for i in range(width)]

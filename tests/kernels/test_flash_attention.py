@@ -14,7 +14,7 @@ from paged_prompts import SMALL, Prompts
 from kvferry.kernels.chips import CHIPS, INTERPRETER
 from kvferry.kernels.flash_attention import reference, wrapper
 from kvferry.kernels.flash_attention.configs import Config, candidates, config_for, shared_nbytes
-from kvferry.kernels.flash_attention.plan import PrefillPlan
+from kvferry.kernels.flash_attention.device_plan import PrefillPlan
 from kvferry.kernels.kv_layer import KvLayer
 from kvferry.kernels.launch import chip_of
 
@@ -174,11 +174,6 @@ def test_the_public_function_in_the_tuned_configuration() -> None:
 def config() -> Config:
     kv = Prompts(lengths=((1, 0),)).inputs().kv
     return config_for(chip_of(kv.k.device), kv, torch.float32)
-
-
-def test_a_plan_is_uploaded_once() -> None:
-    plan, device = PrefillPlan.of([3], [0]), torch.device("cpu")
-    assert wrapper.tiles_on(plan, device) is wrapper.tiles_on(plan, device)
 
 
 def test_no_tokens() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from paged_prompts import Inputs, Prompts
 
-from kvferry.kernels.flash_attention.plan import PrefillPlan
+from kvferry.kernels.flash_attention.device_plan import PrefillPlan
 
 BATCH = Prompts(
     lengths=((5, 0), (37, 9), (18, 30)),
@@ -57,7 +57,7 @@ def test_alone_and_in_other_chunks(prompts: Prompts, seeded: int) -> None:
 def test_the_order_of_the_plan_changes_nothing(seeded: int) -> None:
     prompts = replace(BATCH, seed=seeded)
     inputs = prompts.inputs()
-    tiles = inputs.plan.tiles[::-1].copy()
+    tiles = inputs.plan.tiles.flip(0)
     backwards = replace(inputs, plan=replace(inputs.plan, tiles=tiles))
     assert torch.equal(prompts.attend(backwards), prompts.attend(inputs))
 

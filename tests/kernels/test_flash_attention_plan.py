@@ -6,10 +6,12 @@ import heapq
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.kernels.flash_attention.plan import PrefillPlan, keys_seen
+from kvferry.kernels.flash_attention.device_plan import PrefillPlan
+from kvferry.kernels.flash_attention.plan import keys_seen
 
 LENGTHS = st.lists(st.tuples(st.integers(0, 700), st.integers(0, 3000)), max_size=12)
 
@@ -47,7 +49,7 @@ def test_every_row_is_in_one_tile_and_the_heaviest_come_first(
         window=window,
         rows=rows,
     )
-    assert plan.tiles.dtype == np.int32
+    assert plan.tiles.dtype is torch.int32
     covered = [
         (seq, row + i)
         for seq, row in plan.tiles.tolist()

@@ -11,7 +11,7 @@ from kernel_data import random_tensors
 from kvferry.kernels.chips import INTERPRETER, Chip
 from kvferry.kernels.flash_attention import reference, wrapper
 from kvferry.kernels.flash_attention.configs import Config
-from kvferry.kernels.flash_attention.plan import PrefillPlan
+from kvferry.kernels.flash_attention.device_plan import PrefillPlan
 from kvferry.kernels.kv_layer import KvLayer, quantised
 
 SMALL = Config(rows=16, keys=16, buffers=2)
@@ -81,7 +81,7 @@ class Prompts:
             inputs.tables,
             inputs.starts,
             inputs.contexts,
-            torch.from_numpy(inputs.plan.tiles),
+            inputs.plan.tiles,
             out,
             self.chip,
             config=self.config,
