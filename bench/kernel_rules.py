@@ -15,6 +15,8 @@ LARGE_UNITS = {90: "wgmma", 100: "tcgen05.mma"}
 def launch_violations(case: Case, chip: Chip, compiled: Compiled) -> list[str]:
     """What one launch of a case breaks: each a phrase with both numbers."""
     found = []
+    if not compiled.writes:
+        found.append("writes nothing: the kernel was compiled to no code")
     if compiled.spills > case.spills_allowed:
         found.append(f"spills {compiled.spills} bytes, {case.spills_allowed} allowed")
     if compiled.shared > chip.shared_limit:

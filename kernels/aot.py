@@ -11,6 +11,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,9 @@ MATRIX_PTX = {
     "wgmma": re.compile(r"\bwgmma\.mma_async\S*"),
     "tcgen05.mma": re.compile(r"\btcgen05\.mma\S*"),
 }
+
+# Stores, atomics and reductions to global memory, by threads or by the tensor memory accelerator.
+WRITES_PTX = re.compile(r"\b(?:st|atom|red)\.\S*global|\bcp\.\S*bulk\S*\.global\.shared")
 
 _TYPES = {
     torch.float32: "fp32",
@@ -68,6 +72,10 @@ class Compiled:
     """Whether the tensor memory accelerator moves tiles (cp.async.bulk.tensor)."""
     warp_specialised: bool
     """Whether warps have different roles (setmaxnreg)."""
+    writes: bool
+    """Whether anything is written to global memory. A compiler that proves, rightly or not, that
+    nothing is observable leaves a kernel without code, and says nothing.
+    """
 
 
 def compile_launch(launch: Launch, chip: Chip) -> Compiled:
@@ -94,6 +102,7 @@ def compile_launch(launch: Launch, chip: Chip) -> Compiled:
         matrix_instructions=dict(+found),
         uses_tma="cp.async.bulk.tensor" in ptx,
         warp_specialised="setmaxnreg" in ptx,
+        writes=WRITES_PTX.search(ptx) is not None,
     )
 
 
@@ -102,7 +111,7 @@ def identity(launch: Launch) -> str:
     return repr(
         (
             launch.kernel.__name__,
-            sorted((name, *_seen(value)) for name, value in launch.args.items()),
+            sorted((name, *_seen(launch, name)) for name in launch.args),
             sorted((name, str(value)) for name, value in launch.constants.items()),
             launch.num_warps,
             launch.num_stages,
@@ -122,11 +131,10 @@ def _specialise(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict[An
         value = launch.args.get(param.name)
         if param.name in launch.constants:
             signature[param.name], is_aligned = "constexpr", False
-        elif param.do_not_specialize and value is not None:
-            signature[param.name] = _type_of(value)
-            continue
         else:
-            signature[param.name], is_aligned = _seen(value)
+            signature[param.name], is_aligned = _seen(launch, param.name)
+        if param.do_not_specialize and value is not None:
+            continue
         if signature[param.name] == "constexpr":
             constants.setdefault(param.name, value)
             if _MARKS_CONSTANTS:
@@ -136,11 +144,20 @@ def _specialise(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict[An
     return signature, constants, attrs
 
 
-def _seen(value: Any) -> tuple[str, bool]:
+def _seen(launch: Launch, name: str) -> tuple[str, bool]:
     """What the compiler sees of an argument: its type, and whether it is a multiple of 16."""
+    value = launch.args.get(name)
+    if value is not None and name in _unspecialised(launch.kernel):
+        return _type_of(value), False
     if value is None or (_is_int(value) and value == 1):
         return "constexpr", False
     return _type_of(value), _is_aligned(value)
+
+
+def _unspecialised(kernel: Any) -> Sequence[str]:
+    """The names under do_not_specialize, of a kernel that is compiled or interpreted."""
+    names = kernel.kwargs["do_not_specialize"] if INTERPRETED else kernel.do_not_specialize
+    return names or ()
 
 
 def _type_of(value: Any) -> str:

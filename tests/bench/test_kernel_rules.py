@@ -21,6 +21,12 @@ def test_spills_break_a_rule_unless_allowed() -> None:
     assert launch_violations(norm_case(spills_allowed=8), H100, compiled(spills=8)) == []
 
 
+def test_code_that_writes_nothing_breaks_a_rule() -> None:
+    """An empty kernel is fast, spills nothing and needs no shared memory."""
+    (broken,) = launch_violations(norm_case(), H100, compiled(writes=False))
+    assert "writes nothing" in broken
+
+
 def test_shared_memory_is_held_to_the_chips_limit() -> None:
     limit = H100.shared_limit
     assert launch_violations(norm_case(), H100, compiled(shared=limit)) == []

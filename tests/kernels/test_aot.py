@@ -76,8 +76,17 @@ def test_the_tensor_memory_accelerator_is_seen(found: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
+def test_code_that_writes_nothing_is_seen(found: dict[str, Any]) -> None:
+    """Stores by threads, by the tensor memory accelerator and atomics are writes."""
+    idle = {name for name, each in found["compiled"].items() if not each["writes"]}
+    assert idle == {"idle on H100"}
+
+
+@pytest.mark.slow
 def test_registers_are_of_a_thread(found: dict[str, Any]) -> None:
-    assert all(16 <= each["registers"] <= 255 for each in found["compiled"].values())
+    registers = {name: each["registers"] for name, each in found["compiled"].items()}
+    assert registers.pop("idle on H100") < 16
+    assert all(8 <= each <= 255 for each in registers.values()), registers
 
 
 @pytest.mark.slow

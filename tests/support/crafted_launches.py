@@ -45,6 +45,20 @@ def copy_kernel(p_x, p_out, p_extra, size, stride, eps, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def idle_kernel(p_x, p_out, WRITES: tl.constexpr):
+    """Reads, and what it reads goes nowhere unless WRITES, by an atomic sum."""
+    b_x = tl.load(p_x + tl.arange(0, 128))
+    if WRITES:
+        tl.atomic_add(p_out + tl.arange(0, 128), b_x)
+
+
+@triton.jit
+def stored_kernel(d_x, d_out):
+    """out = x, both through tensor descriptors."""
+    d_out.store([0, 0], d_x.load([0, 0]))
+
+
+@triton.jit
 def described_kernel(d_x, p_out, M: tl.constexpr, N: tl.constexpr):
     """out = x, read through a tensor descriptor."""
     b_x = d_x.load([0, 0])
@@ -97,6 +111,19 @@ def described() -> Launch:
     )
 
 
+def idle(*, writes: bool) -> Launch:
+    args = {name: empty(128, dtype=torch.float32) for name in ("p_x", "p_out")}
+    return Launch(kernel=idle_kernel, grid=(1,), args=args, constants={"WRITES": writes})
+
+
+def stored() -> Launch:
+    args = {
+        name: TensorDescriptor(empty(256, 128), [256, 128], [128, 1], [64, 64])
+        for name in ("d_x", "d_out")
+    }
+    return Launch(kernel=stored_kernel, grid=(1,), args=args, constants={})
+
+
 EACH_ARCH = ("A100", "H100", "B200")
 LAUNCHES = (
     ("small product", product(16, 16, 64, 1), EACH_ARCH),
@@ -105,6 +132,9 @@ LAUNCHES = (
     ("too much shared memory", product(64, 256, 512, 4), ("H100",)),
     ("copy", copy(1000), ("H100",)),
     ("described", described(), ("H100",)),
+    ("stored by descriptor", stored(), ("H100",)),
+    ("atomic", idle(writes=True), ("H100",)),
+    ("idle", idle(writes=False), ("H100",)),
 )
 
 

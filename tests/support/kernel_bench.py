@@ -78,6 +78,7 @@ def compiled(**changes: Any) -> Compiled:
         "matrix_instructions": {},
         "uses_tma": False,
         "warp_specialised": False,
+        "writes": True,
     }
     return Compiled(**(plain | changes))
 
