@@ -17,7 +17,7 @@ from kvferry.bench.hf_peer import TransformersEngine
 from kvferry.bench.limits import Limits, measure_limits
 from kvferry.bench.local_worker import LocalWorker, colocated_config, sequence_spec
 from kvferry.bench.model_option import add_model, prepared
-from kvferry.bench.options import finished, option_parser, run_options
+from kvferry.bench.options import finished, option_parser, positive_count, run_options
 from kvferry.bench.peers import f32_gguf, llama_rates, vllm_rates
 from kvferry.bench.report import Better, Claim, Report, Scalar
 from kvferry.bench.stats import interquartile
@@ -99,7 +99,10 @@ def _options(args: list[str]) -> argparse.Namespace:
     parser = option_parser("engine", __doc__.partition("\n")[0])
     add_model(parser)
     parser.add_argument(
-        "--repeats", type=int, default=Sizes().repeats, help="of every rate (default: %(default)s)"
+        "--repeats",
+        type=positive_count,
+        default=Sizes().repeats,
+        help="of every rate (default: %(default)s)",
     )
     parser.add_argument("--peer-vllm", metavar="PYTHON", help="interpreter that has vLLM")
     parser.add_argument(

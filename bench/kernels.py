@@ -6,7 +6,6 @@ import argparse
 import os
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from rich.console import Console
 from rich.progress import Progress
@@ -18,7 +17,13 @@ from kvferry.bench.kernel_compile import Built, compile_cases
 from kvferry.bench.kernel_device import Bench, measure_device_limits, run_cases
 from kvferry.bench.kernel_report import device_claims, device_rows, markdown_page, ranked
 from kvferry.bench.kernel_table import compiled_by_case, compiled_rows, roofline_rows
-from kvferry.bench.options import finished, run_options
+from kvferry.bench.options import (
+    finished,
+    new_file,
+    positive_count,
+    positive_seconds,
+    run_options,
+)
 from kvferry.bench.report import Better, Claim, Report, Scalar
 from kvferry.kernels.chips import CHIPS, Chip
 
@@ -35,9 +40,9 @@ def run(args: list[str]) -> Report:
     plain = run_options(options)
     try:
         cases = chosen_cases(options.kernel, ci_only=options.ci)
-        chips = [CHIPS[name] for name in options.chip.split(",")]
+        chips = _chips(options.chip)
     except ValueError as error:
-        parser.error(str(error))
+        parser.error(f"--kernel: {error}")
     except KeyError as error:
         parser.error(f"--chip: {error} is none of: {', '.join(CHIPS)}")
     if options.tune and options.device is None:
@@ -145,35 +150,44 @@ def _compiled(wrong: int, rows: Sequence[object]) -> Claim:
     )
 
 
+def _chips(names: str) -> list[Chip]:
+    """Each chip of a list with commas, once. Raises KeyError for a name that is unknown."""
+    return list(dict.fromkeys(CHIPS[name.strip()] for name in names.split(",")))
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kvferry bench kernels", description=__doc__.partition("\n")[0]
     )
-    parser.add_argument(
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
         "--compile-only", action="store_true", help="compile for --chip; needs no GPU"
     )
-    parser.add_argument("--device", choices=["cuda"], help="check and time every case there")
+    where.add_argument("--device", choices=["cuda"], help="check and time every case there")
     parser.add_argument(
         "--tune", action="store_true", help="time other tiles of the cases that have candidates"
     )
     parser.add_argument("--kernel", metavar="NAME", help="the cases of one kernel only")
     parser.add_argument("--ci", action="store_true", help="the cases that CI compiles only")
     parser.add_argument(
-        "--chip", default=ONE_PER_ARCH, metavar="A,B", help="chips to compile for (%(default)s)"
+        "--chip",
+        default=ONE_PER_ARCH,
+        metavar="A,B",
+        help="chips that --compile-only is for (%(default)s)",
     )
     parser.add_argument(
         "--processes",
-        type=int,
+        type=positive_count,
         default=len(os.sched_getaffinity(0)),
         help="that compile side by side (default: one per core)",
     )
     parser.add_argument(
         "--budget",
-        type=float,
+        type=positive_seconds,
         default=BUDGET_S,
         metavar="SECONDS",
         help="of a run on a device; what it leaves no time for is reported (%(default)s)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the random inputs")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write a page there too")
+    parser.add_argument("--markdown", type=new_file, metavar="FILE", help="write a page there too")
     return parser

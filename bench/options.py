@@ -3,20 +3,51 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
-from kvferry.bench.report import Scalar
+from kvferry.bench.report import Scalar, why_not_written
 
 
 def option_parser(bench: str, description: str) -> argparse.ArgumentParser:
     """A parser with the options that every bench has."""
     parser = argparse.ArgumentParser(prog=f"kvferry bench {bench}", description=description)
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
+    parser.add_argument(
+        "--threads", type=positive_count, default=2, help="CPU threads (default: 2)"
+    )
     parser.add_argument(
         "--quick", action="store_true", help="tiny sizes: shows that it runs, measures nothing"
     )
     return parser
+
+
+def positive_count(text: str) -> int:
+    """Type of an argument: a whole number from 1 on."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
+    return int(text)
+
+
+def positive_seconds(text: str) -> float:
+    """Type of an argument: a finite time."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
+    return seconds
+
+
+def new_file(text: str) -> Path:
+    """Type of an argument: a file that can be written, known before a long run."""
+    path = Path(text)
+    reason = why_not_written(path)
+    if reason is not None:
+        raise argparse.ArgumentTypeError(reason)
+    return path
 
 
 def run_options(options: argparse.Namespace) -> dict[str, Scalar]:

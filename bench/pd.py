@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.bench.model_option import add_model, prepared
-from kvferry.bench.options import finished, option_parser, run_options
+from kvferry.bench.options import finished, option_parser, positive_count, run_options
 from kvferry.bench.report import Better, Claim, Report, Scalar, claim_from
 from kvferry.bench.stats import bootstrap_median, interquartile, paired_ratio
 from kvferry.bench.worker_processes import WorkerOrder, worker_processes
@@ -91,7 +91,9 @@ class Comparison:
 def run(args: list[str]) -> Report:
     parser = option_parser("pd", __doc__.partition("\n")[0])
     add_model(parser)
-    parser.add_argument("--pairs", type=int, default=PdSizes().pairs, help="default: %(default)s")
+    parser.add_argument(
+        "--pairs", type=positive_count, default=PdSizes().pairs, help="default: %(default)s"
+    )
     options = parser.parse_args(args)
     plain = run_options(options)
     sizes = QUICK if options.quick else PdSizes(pairs=options.pairs)

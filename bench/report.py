@@ -12,6 +12,7 @@ beside what it is compared to. JSON schema::
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -124,6 +125,15 @@ class Report:
             console.print(_table("claims", [_claim_row(claim) for claim in self.claims]))
         facts = ", ".join(f"{name} {value}" for name, value in self.machine.items())
         console.print(f"commit {self.commit}; {facts}", style="dim", highlight=False)
+
+
+def why_not_written(path: Path) -> str | None:
+    """Why a report cannot be written there; None when it can."""
+    if path.is_dir():
+        return f"{path} is a folder"
+    if not path.parent.is_dir():
+        return f"there is no folder {path.parent}"
+    return None if os.access(path.parent, os.W_OK) else f"{path.parent} cannot be written to"
 
 
 def _print_whole(table: Table, console: Console) -> None:

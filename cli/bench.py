@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 import kvferry.bench
-from kvferry.bench.report import Report
+from kvferry.bench.report import Report, why_not_written
 from kvferry.cli.console import stdout
 from kvferry.core.errors import StartupError
 
@@ -44,6 +44,9 @@ def bench(
         return
     if name not in known:
         raise typer.BadParameter(f"{name!r} is none of: {', '.join(known)}", param_hint="NAME")
+    reason = None if json_file is None else why_not_written(json_file)
+    if reason is not None:
+        raise typer.BadParameter(reason, param_hint="--json")
     report = _module(name).run(list(context.args))
     report.print(stdout())
     if json_file is not None:

@@ -46,13 +46,29 @@ def test_a_page_can_be_written(tmp_path: Path) -> None:
     assert "| rms_norm |" in (tmp_path / "page.md").read_text()
 
 
+@pytest.mark.slow
+def test_chips_may_have_spaces_and_are_taken_once() -> None:
+    args = ["--compile-only", "--kernel", "rms_norm", "--ci", "--processes", "1"]
+    report = kernels.run([*args, "--chip", "H100, RTX 5060 ,H100"])
+    rows = [(row["case"], row["arch"]) for row in report.rows]
+    assert len(set(rows)) == len(rows)
+    assert {arch for _, arch in rows} == {"sm_90", "sm_120"}
+
+
 @pytest.mark.parametrize(
     ("args", "reason"),
     [
-        (["--kernel", "nothing"], "'nothing' is none of: "),
-        (["--chip", "H100,P4"], "'P4' is none of: "),
+        (["--kernel", "nothing"], "--kernel: 'nothing' is none of: "),
+        (["--chip", "H100, P4"], "--chip: 'P4' is none of: "),
         (["--tune"], "--tune times on a device"),
-        (["--device", "cpu"], "invalid choice: 'cpu'"),
+        (["--device", "cpu"], "argument --device: invalid choice: 'cpu'"),
+        (["--device", "cuda", "--compile-only"], "argument --compile-only: not allowed with"),
+        (["--budget", "0"], "argument --budget: '0' is no number of seconds above 0"),
+        (["--budget", "nan"], "argument --budget: 'nan' is no number of seconds above 0"),
+        (["--budget", "long"], "argument --budget: 'long' is no number of seconds above 0"),
+        (["--processes", "0"], "argument --processes: '0' is no whole number from 1 on"),
+        (["--markdown", "absent/page.md"], "argument --markdown: there is no folder absent"),
+        (["--markdown", "/"], "argument --markdown: / is a folder"),
     ],
 )
 def test_mistakes_are_usage_errors(

@@ -145,7 +145,14 @@ def test_a_wrong_configuration_is_one_line(arguments: list[str], says: str) -> N
 
 
 @pytest.mark.parametrize(
-    "arguments", [["serv"], ["generate"], ["serve", "--prefill", "two"], ["bench", "nonsense"]]
+    "arguments",
+    [
+        ["serv"],
+        ["generate"],
+        ["serve", "--prefill", "two"],
+        ["bench", "nonsense"],
+        ["bench", "kernels", "--json", "absent/report.json"],
+    ],
 )
 def test_wrong_usage_exits_with_two(arguments: list[str]) -> None:
     done = kvferry(*arguments)
