@@ -78,7 +78,8 @@ def _block_of(
         return tl.load(p_table + o_key // BLOCK_SIZE, mask=m_key, other=0).to(tl.int64)
 
 
-@triton.jit
+# What differs from step to step is no part of the code: nothing is compiled between two steps.
+@triton.jit(do_not_specialize=["table_stride"])
 def flash_decoding_kernel(
     p_q,
     p_k,
@@ -207,7 +208,7 @@ def flash_decoding_kernel(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "num_seqs"])
 def merge_splits_kernel(
     p_partial_out,
     p_partial_lse,

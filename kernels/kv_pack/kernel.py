@@ -53,7 +53,19 @@ def move_words(
     return tl.sum(b_sum, axis=0)
 
 
-@triton.jit
+# Ranges differ from transfer to transfer, and are no part of the code: the few kernels of a cache
+# and a wire type are compiled once.
+_RANGE = [
+    "begin",
+    "num_tokens",
+    "rows_per_tile",
+    "tokens_per_tile",
+    "runs_per_tile",
+    "tiles_per_row",
+]
+
+
+@triton.jit(do_not_specialize=_RANGE)
 def move_kernel(
     p_cache,
     p_cache_scale,
@@ -174,7 +186,7 @@ def convert_head(
     return b_from, b_from_scale, b_to, b_to_scale
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_RANGE)
 def convert_kernel(
     p_cache,
     p_cache_scale,

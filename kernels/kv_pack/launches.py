@@ -38,9 +38,8 @@ def move_launch(
     _, _, num_slots, num_heads, _ = kv.elements.shape
     is_same = shape.dtype is kv.elements.dtype
     kinds = _word_tiles(shape) if is_same else _element_tiles(kv, shape, chip)
-    block_t = min(kinds.pop("BLOCK_T"), next_power_of_2(tokens.count))
     cut, generations = shape.cut, tokens.generations
-    runs_per_tile = -(-cut.tokens_per_tile // block_t)
+    runs_per_tile = -(-cut.tokens_per_tile // kinds["BLOCK_T"])
     scales = None if kv.scales is None else _part(kv.scales, layers, heads)
     return Launch(
         kernel=move_kernel if is_same else convert_kernel,
@@ -69,7 +68,6 @@ def move_launch(
             "CACHE_HEADS": num_heads,
             "HEADS": shape.heads,
             "HEAD_WORDS": shape.head_words,
-            "BLOCK_T": block_t,
             **kinds,
         },
         num_warps=4,
