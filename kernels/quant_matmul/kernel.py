@@ -13,7 +13,8 @@ UNIT = tl.constexpr(128)
 SLICE = tl.constexpr(32)
 
 
-@triton.jit
+# One binary for every number of rows: none is compiled while serving, none sums otherwise.
+@triton.jit(do_not_specialize=["M"])
 def quant_matmul_kernel(
     p_x,
     p_packed,
@@ -162,10 +163,12 @@ def _column(b_x, COLUMN: tl.constexpr, NUM: tl.constexpr):
         return _column(b_odd if COLUMN % 2 else b_even, COLUMN // 2, NUM // 2)
 
 
-@triton.jit
-def sum_splits_kernel(p_parts, p_bias, p_out, size, N, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
-    """out[m, n] = sum_s parts[s, m, n] + bias[n], in the order of s. ``size`` is M * N."""
+@triton.jit(do_not_specialize=["M"])
+def sum_splits_kernel(p_parts, p_bias, p_out, M, N, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+    """out[m, n] = sum_s parts[s, m, n] + bias[n], in the order of s."""
     o_mn = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    # M is of any size and N says which addresses are aligned, as the mask has to know too.
+    size = M.to(tl.int64) * N
     m_mn = o_mn < size
     b_acc = tl.zeros([BLOCK], tl.float32)
     for i_split in tl.static_range(SPLITS):

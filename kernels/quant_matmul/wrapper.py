@@ -115,7 +115,7 @@ def _sum_of(parts: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -
             "p_parts": parts,
             "p_bias": bias,
             "p_out": out,
-            "size": size,
+            "M": out.shape[0],
             "N": out.shape[1],
         },
         constants={"SPLITS": parts.shape[0], "BLOCK": SUM_BLOCK},

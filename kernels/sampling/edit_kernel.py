@@ -12,7 +12,8 @@ IN_PROMPT = tl.constexpr(_IN_PROMPT)
 NAN = tl.constexpr(float("nan"))
 
 
-@triton.jit
+# As many tokens as a step has: no binary of its own for one, or for a multiple of 16.
+@triton.jit(do_not_specialize=["num_tokens"])
 def add_tokens_kernel(
     p_counts,
     p_slot,

@@ -147,6 +147,6 @@ def top_logprobs_launches(
             kernel=merge_top_kernel,
             grid=(queries,),
             args=shared | outputs | {"p_token": token_ids},
-            constants={"SPLITS": split.padded, "COUNT": next_power_of_2(count)},
+            constants={"SPLITS": split.padded, "COUNT": next_power_of_2(MAX_TOP_LOGPROBS)},
         ),
     ]

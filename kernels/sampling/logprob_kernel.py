@@ -8,7 +8,8 @@ import triton.language as tl
 from kvferry.kernels.sampling.row_kernel import NEG_INF, NO_ID, load_split, mass_of
 
 
-@triton.jit
+# What a request asks for is no reason to compile.
+@triton.jit(do_not_specialize=["count"])
 def top_of_split_kernel(
     p_logits,
     p_rows,
@@ -41,7 +42,7 @@ def top_of_split_kernel(
         j += 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def merge_top_kernel(
     p_logits,
     p_rows,
