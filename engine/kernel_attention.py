@@ -17,7 +17,7 @@ import torch
 from kvferry.cache.paged import PagedKV
 from kvferry.engine.plan import Int32
 from kvferry.engine.step_tensors import StepTensors
-from kvferry.kernels.flash_attention.device_plan import PrefillPlan
+from kvferry.kernels.flash_attention.device_plan import PrefillPlan, uploaded
 from kvferry.kernels.flash_attention.workspace import Workspace
 from kvferry.kernels.flash_decoding.splits import INVARIANT_SPLIT, SplitPlan
 from kvferry.kernels.kv_layer import KvLayer
@@ -29,8 +29,8 @@ from kvferry.models.decoder import Attend, Heads
 class KernelAttention:
     """Makes the ``attend`` callback of each step; split plans are kept, one per bucket.
 
-    Prefill converts a quantised cache in a workspace that holds the longest sequence: what exceeds
-    it is computed sequence by sequence, so that how a row is computed never depends on the others.
+    Prefill converts a quantised cache in a workspace that holds the longest sequence. A step that
+    needs more is computed in groups of sequences: how a row is computed never depends on others.
     """
 
     def __init__(
@@ -127,9 +127,9 @@ class KernelAttention:
         lengths = np.diff(starts), tensors.context_lens[seqs]
         plan = PrefillPlan.of(*lengths, device=device)
         workspace = None if self._workspace is None else self._workspace.for_step(*lengths)
-        query_starts = torch.from_numpy((starts - starts[0]).astype(np.int32)).to(device)
-        context_lens = torch.from_numpy(tensors.context_lens[seqs].copy()).to(device)
-        tables = torch.from_numpy(tensors.block_tables[seqs].copy()).to(device)
+        query_starts = uploaded(starts - starts[0], device)
+        context_lens = uploaded(tensors.context_lens[seqs], device)
+        tables = uploaded(tensors.block_tables[seqs], device)
 
         def attend(q: torch.Tensor, kv: KvLayer, out: torch.Tensor) -> None:
             self._ops.flash_attention(

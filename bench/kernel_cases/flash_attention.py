@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,8 @@ from kvferry.kernels.chips import Chip
 from kvferry.kernels.flash_attention import reference
 from kvferry.kernels.flash_attention.configs import Config, candidates, config_for
 from kvferry.kernels.flash_attention.device_plan import PrefillPlan
+from kvferry.kernels.flash_attention.unpack import unpack_launch
+from kvferry.kernels.flash_attention.workspace import BLOCK_TOKENS, StepWorkspace, Workspace
 from kvferry.kernels.flash_attention.wrapper import HEAD_DIMS, flash_attention_launch
 from kvferry.kernels.kv_layer import KvLayer, quantised
 
@@ -31,7 +33,7 @@ SPILLS_OF_WIDE_HEADS = 384
 """Bytes per thread: 128 rows x 256 columns of output alone take 128 of its 255 registers."""
 TOLERANCE = 2**-7
 """Of bf16: one rounding of the weights (2^-9 relative) and one of the output, and another order of
-sums. The scales of a quantised cache add another rounding of float32 and none of bf16."""
+sums. A workspace adds one of each key and value, which the sums average."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +49,9 @@ class _Shape:
     block_size: int = 16
     window: int | None = None
     softcap: float | None = None
+    unpacked: bool = False
+    """Whether keys and values are brought into a workspace before, as the engine does it where the
+    cache is quantised."""
 
     @property
     def num_tokens(self) -> int:
@@ -96,9 +101,18 @@ def cases() -> Iterator[Case]:
             if name == beside:
                 yield _case(name, shape, goal=GOAL, peer_goal=1.0, in_ci=True)
             else:
-                yield _case(name, shape, not_slower_than=beside, in_ci=cache == "fp8")
+                in_ci = cache == "fp8"
+                unpacked = replace(shape, unpacked=True)
+                yield _case(name, unpacked, not_slower_than=beside, in_ci=in_ci)
+                yield _case(f"{name}, in place", shape, in_ci=in_ci)
     for cache in TYPES:
-        yield _case(f"16 mixed prompts, {cache}", _Shape(lengths=MIXED, cache=cache))
+        name, shape = f"16 mixed prompts, {cache}", _Shape(lengths=MIXED, cache=cache)
+        yield _case(name, replace(shape, unpacked=cache != "bf16"))
+        if cache != "bf16":
+            yield _case(f"{name}, in place", shape)
+    # Whether a float cache in short blocks had better be copied into long ones.
+    shape = _Shape(lengths=((8192, 0),), unpacked=True)
+    yield _case("causal 8k, bf16, blocks of 16, copied", shape)
     # Three loops instead of two are a few registers too many for sm_80's 64 keys alone.
     yield _case(
         "window 1024, 8k, bf16", _Shape(lengths=((8192, 0),), window=1024), spills_allowed=64
@@ -150,7 +164,10 @@ def _case(name: str, shape: _Shape, **goals: Any) -> Case:
 
 
 def _candidates(shape: _Shape, chip: Chip) -> dict[str, Callable[[torch.device, Chip], Work]]:
-    tried = candidates(chip, _cache(shape, torch.device("meta")), torch.bfloat16)
+    meta = torch.device("meta")
+    workspace = _workspace(shape, meta)
+    read = _cache(shape, meta) if workspace is None else workspace.layer
+    tried = candidates(chip, read, torch.bfloat16)
     return {
         f"{c.rows} rows, {c.keys} keys, {c.buffers} buffers, {c.num_warps} warps": partial(
             _work, shape, c
@@ -177,6 +194,19 @@ def _tables(shape: _Shape, device: torch.device) -> torch.Tensor:
     return tables.to(device)
 
 
+def _workspace(shape: _Shape, device: torch.device) -> StepWorkspace | None:
+    if not shape.unpacked:
+        return None
+    workspace = Workspace.allocate(
+        sum(BLOCK_TOKENS * -(-sum(lengths) // BLOCK_TOKENS) for lengths in shape.lengths),
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        dtype=torch.bfloat16,
+        device=device,
+    )
+    return workspace.for_step(*zip(*shape.lengths, strict=True), window=shape.window)
+
+
 def _work(shape: _Shape, config: Config | None, device: torch.device, chip: Chip) -> Work:
     kv, tables = _cache(shape, device), _tables(shape, device)
     queries, contexts = zip(*shape.lengths, strict=True)
@@ -186,19 +216,24 @@ def _work(shape: _Shape, config: Config | None, device: torch.device, chip: Chip
         shape.num_tokens, shape.num_heads, shape.head_dim, device=device, dtype=torch.bfloat16
     )
     out = torch.empty_like(q)
-    config = config or config_for(chip, kv, q.dtype)
+    workspace = _workspace(shape, device)
+    launches = [] if workspace is None else [unpack_launch(kv, tables, workspace, chip)]
+    read, at = (kv, tables) if workspace is None else (workspace.layer, workspace.tables)
+    config = config or config_for(chip, read, q.dtype)
     plan = PrefillPlan.of(queries, contexts, window=shape.window, rows=config.rows, device=device)
-    step = (q, kv, tables, starts, context_lens)
     options: dict[str, Any] = {
         "scale": shape.head_dim**-0.5,
         "window": shape.window,
         "softcap": shape.softcap,
     }
-    launch = flash_attention_launch(*step, plan.tiles, out, chip, config=config, **options)
+    attention = flash_attention_launch(
+        q, read, at, starts, context_lens, plan.tiles, out, chip, config=config, **options
+    )
+    step = (q, kv, tables, starts, context_lens, plan)
     return Work(
-        launches=[launch],
+        launches=[*launches, attention],
         outputs=[out],
-        expected=lambda: [reference.flash_attention(*step, plan, **options)],
+        expected=lambda: [reference.flash_attention(*step, **options)],
         peers=_peers(q, kv) if shape.is_plain else {},
     )
 

@@ -33,8 +33,8 @@ def flash_attention(
     A query at position p sees the keys 0 to p, the last ``window`` of them if given. cap(s) =
     softcap * tanh(s / softcap) if given. Query heads i * Hq/H to (i + 1) * Hq/H - 1 share KV head
     i. block_tables int32 [S, blocks], query_starts int32 [S + 1], context_lens int32 [S]. ``plan``
-    says how kernels split the work, ``workspace`` where they may convert a quantised cache; nothing
-    here depends on them.
+    says how kernels split the work and ``workspace`` where they keep converted keys and values:
+    nothing here depends on either.
     """
     out = torch.empty_like(q) if out is None else out
     starts = query_starts.tolist()

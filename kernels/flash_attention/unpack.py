@@ -1,4 +1,4 @@
-"""The launch that converts the keys and values of a prefill step into a workspace."""
+"""The launch that brings the keys and values of a prefill step into a workspace."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ def unpack_launch(
 ) -> Launch:
     """Fills the blocks of ``workspace``. Raises ValueError naming what does not fit."""
     kv.check()
-    require(kv.is_quantised, "kv", "is not quantised: there is nothing to convert")
     shape = (2, workspace.elements.shape[1], BLOCK_TOKENS, kv.num_kv_heads, kv.head_dim)
     require(workspace.elements.shape == shape, "workspace", f"must hold {shape}")
     require(workspace.elements.is_contiguous(), "workspace", "must be contiguous")

@@ -1,11 +1,11 @@
-"""Device code that converts the keys and values of a prefill step, once per layer."""
+"""Device code that brings the keys and values of a prefill step into a workspace."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from kvferry.kernels.language import cache_to, narrow
+from kvferry.kernels.language import FLOAT, cache_to, narrow
 
 
 @triton.jit
@@ -30,7 +30,8 @@ def unpack_kernel(
     TOKENS: tl.constexpr,
     KIND: tl.constexpr,
 ):
-    """out = element * scale in float32, rounded once, for TOKENS tokens of one KV head.
+    """out = element * scale in float32, rounded once, for TOKENS tokens of one KV head. (An element
+    of a FLOAT cache has no scale.)
 
     WIDTH: the least power of two that HEAD_DIM fits in. Tokens past a sequence's end are neither
     read nor written.
@@ -50,17 +51,19 @@ def unpack_kernel(
     o_token = i_first + o_in_block
     p_table = p_tables + i_seq.to(tl.int64) * table_stride
     b_block = tl.load(p_table + o_token // BLOCK_SIZE, mask=m_token, other=0).to(tl.int64)
-    o_scale = (b_block * BLOCK_SIZE + o_token % BLOCK_SIZE) * NUM_HEADS + i_head
     o_row = b_block * block_stride + (o_token % BLOCK_SIZE) * token_stride
     o_x = (o_row + i_head.to(tl.int64) * head_stride)[:, None] + o_d[None, :]
     o_out = (i_block.to(tl.int64) * BLOCK_TOKENS + o_in_block) * NUM_HEADS + i_head
     o_out = (o_out * HEAD_DIM)[:, None] + o_d[None, :]
-    # All loads before any store: none waits for another.
     b_k = tl.load(p_k + o_x, mask=m_x, other=0)
     b_v = tl.load(p_v + o_x, mask=m_x, other=0)
-    b_k_scale = tl.load(p_k_scale + o_scale, mask=m_token, other=0.0)
-    b_v_scale = tl.load(p_v_scale + o_scale, mask=m_token, other=0.0)
-    b_k = narrow(cache_to(b_k, KIND, tl.float32) * b_k_scale[:, None], p_k_out.dtype.element_ty)
-    b_v = narrow(cache_to(b_v, KIND, tl.float32) * b_v_scale[:, None], p_v_out.dtype.element_ty)
-    tl.store(p_k_out + o_out, b_k, mask=m_x)
-    tl.store(p_v_out + o_out, b_v, mask=m_x)
+    if KIND == FLOAT:
+        b_k, b_v = b_k.to(tl.float32), b_v.to(tl.float32)
+    else:
+        o_scale = (b_block * BLOCK_SIZE + o_token % BLOCK_SIZE) * NUM_HEADS + i_head
+        b_k_scale = tl.load(p_k_scale + o_scale, mask=m_token, other=0.0)
+        b_v_scale = tl.load(p_v_scale + o_scale, mask=m_token, other=0.0)
+        b_k = cache_to(b_k, KIND, tl.float32) * b_k_scale[:, None]
+        b_v = cache_to(b_v, KIND, tl.float32) * b_v_scale[:, None]
+    tl.store(p_k_out + o_out, narrow(b_k, p_k_out.dtype.element_ty), mask=m_x)
+    tl.store(p_v_out + o_out, narrow(b_v, p_v_out.dtype.element_ty), mask=m_x)

@@ -1,4 +1,4 @@
-"""Where a prefill step keeps the keys and values of a quantised cache once they are converted.
+"""Where a prefill step keeps the keys and values of a layer once they are converted.
 
 A key is read once per query head by each tile of query rows that sees it. Converted before that,
 once per layer, keys cost attention no more than a float cache's, and lie in blocks that hold whole

@@ -37,12 +37,12 @@ def flash_attention(
     """softmax(cap(scale * q @ k^T)) @ v over the keys that each query sees. q [T, Hq, D] -> like q.
 
     See ``reference.flash_attention``. ``plan`` and ``workspace`` must be of this step's lengths and
-    window. With a workspace a quantised cache is converted there first; without one, every program
-    converts what it reads. A float cache is read where it is.
+    window. With a workspace keys and values are first brought there, in the type of ``q``; without
+    one, every program converts what it reads.
     """
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     chip = chip_of(q.device)
-    if workspace is not None and kv.is_quantised:
+    if workspace is not None:
         require(workspace.elements.dtype is q.dtype, "workspace", f"must be {q.dtype}, as q is")
         unpack_launch(kv, block_tables, workspace, chip).run()
         kv, block_tables = workspace.layer, workspace.tables
