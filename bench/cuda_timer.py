@@ -22,6 +22,7 @@ class CudaTimer:
             # What is compiled or allocated at the first call must not be while capturing.
             for call in calls:
                 call()
+            _refuse_waiting(calls[0])
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
@@ -39,6 +40,20 @@ class CudaTimer:
             return float(started.elapsed_time(ended)) / 1e3 / repeats
 
         return a_round
+
+
+def _refuse_waiting(call: Call) -> None:
+    """Raise RuntimeError where a call waits for the device, which a capture must not.
+
+    Before one begins: a capture that fails leaves torch's generator and allocator in capture mode,
+    and with them every case that follows.
+    """
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call()
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 def require_cuda() -> torch.device:

@@ -108,8 +108,8 @@ def run_case(case: Case, bench: Bench) -> Result:
             result.notes.append(f"wrong: error {result.error:.3g} > {case.tolerance:.3g}")
             return result
         _time(case, work, bench, result)
-    # OutOfMemoryError and Triton's errors of launches are RuntimeErrors.
-    except (RuntimeError, ValueError) as error:
+    # Triton's errors have no base class but this; whatever it is, the other cases go on.
+    except Exception as error:
         result.notes.append(f"cannot: {_one_line(error)}")
     return result
 
@@ -145,7 +145,7 @@ def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
     if not out.numel():
         return 0.0
     if not out.is_floating_point() and out.dtype is not torch.int8:
-        return float((out != expected).double().mean())
+        return int((out != expected).count_nonzero()) / out.numel()
     worst, largest = 0.0, torch.finfo(torch.float64).tiny
     pieces = zip(out.reshape(-1).split(PIECE), expected.reshape(-1).split(PIECE), strict=True)
     for ours, theirs in pieces:
@@ -184,7 +184,7 @@ def _time(case: Case, work: Work, bench: Bench, result: Result) -> None:
     for name in work.peers:
         try:
             contenders[name] = contender(bench.timer, [each.peers[name] for each in works])
-        except RuntimeError as error:
+        except Exception as error:
             result.notes.append(f"{name} cannot: {_one_line(error)}")
     result.timings = measure(contenders, MEASURE_S)
 

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 from kernel_bench import CPU, FakeClock, FakeTimer, bench, norm_case, norm_work
+from triton.runtime.errors import OutOfResources, PTXASError
 
 from kvferry.bench.kernel_cases.case import Limit, Work
+from kvferry.bench.kernel_cases.registry import chosen_cases
 from kvferry.bench.kernel_device import (
     OURS,
     PIECE,
@@ -23,7 +25,7 @@ from kvferry.bench.kernel_device import (
     run_cases,
 )
 from kvferry.bench.kernel_timing import Call, copies_beyond_l2
-from kvferry.kernels.chips import INTERPRETER, Chip
+from kvferry.kernels.chips import CHIPS, INTERPRETER, Chip
 
 LIMITS = DeviceLimits(copy_bytes_per_s=1e9, matmul_flops_per_s=1e12)
 
@@ -105,12 +107,23 @@ def test_the_reference_sees_the_inputs_before_the_launches() -> None:
     assert order == ["reference", "launch"]
 
 
-def test_what_a_device_cannot_do_is_a_note() -> None:
+@pytest.mark.parametrize(
+    ("error", "note"),
+    [
+        (torch.OutOfMemoryError("out of memory\nlong text"), "cannot: out of memory"),
+        (OutOfResources(99, 64, "shared memory"), "cannot: out of resource: shared memory, "),
+        (PTXASError("internal"), "cannot: PTXAS error: internal"),
+        (NotImplementedError("not on this chip"), "cannot: not on this chip"),
+    ],
+)
+def test_what_a_device_cannot_do_is_a_note(error: Exception, note: str) -> None:
     def broken(device: torch.device, chip: Chip) -> Work:
-        raise torch.OutOfMemoryError("out of memory\nlong text")
+        raise error
 
     result = run_case(norm_case(make=broken), bench())
-    assert result.notes == ["cannot: out of memory"]
+    (found,) = result.notes
+    assert found.startswith(note)
+    assert "\n" not in found
     assert result.error is None
     assert not result.is_wrong
 
@@ -135,6 +148,16 @@ def test_a_peer_that_fails_is_named_and_the_others_run() -> None:
     result = run_case(norm_case(make=partial(norm_work, 32, peers=peers)), bench())
     assert result.notes == ["bad cannot: no kernel for this"]
     assert set(result.timings) == {OURS, "good"}
+
+
+def test_all_calls_of_a_round_read_one_table() -> None:
+    """150 tables of 1 GB, one per call of a round on an H200, would not fit on it."""
+    case = next(case for case in chosen_cases("embedding") if case.name.startswith("64 x"))
+    meta, chip = torch.device("meta"), CHIPS["H200"]
+    assert copies_beyond_l2(case.nbytes, chip.l2_nbytes) > 100
+    first, second = (case.make(meta, chip).launches[0].args for _ in range(2))
+    assert first["p_weight"] is second["p_weight"]
+    assert first["p_ids"] is not second["p_ids"]
 
 
 def test_without_peers_there_is_no_speedup() -> None:
