@@ -79,6 +79,10 @@ class KvLayer:
             raise ValueError("kv.v: shape, strides or dtype differ from kv.k")
         if self.k.dim() != 4 or self.k.stride(3) != 1:
             raise ValueError("kv.k: must be [N, B, H, D] with a contiguous last dimension")
+        # Kernels number blocks with 64 bits, and what is within a block with 32.
+        _, token_stride, head_stride, _ = self.k.stride()
+        if self.block_size * token_stride + self.num_kv_heads * head_stride >= 2**31:
+            raise ValueError("kv.k: 2^31 elements lie between the first and last of a block")
         for name, scale in (("k_scale", self.k_scale), ("v_scale", self.v_scale)):
             if (scale is not None) != self.is_quantised:
                 raise ValueError(f"kv.{name}: must be given for int8 and FP8, and for them alone")

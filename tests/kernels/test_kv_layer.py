@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_data import random_tensors
+from sparse_memory import sparse
 
 from kvferry.kernels.chips import CHIPS
 from kvferry.kernels.kv_layer import (
@@ -58,10 +59,19 @@ def test_storage_is_the_same_memory(dtype: torch.dtype) -> None:
 
 
 SCALE = torch.zeros(3, 4, 2)
+FAR_TOKENS, FAR_HEADS = (16, 2**30, 8, 1), (32, 8, 2**30, 1)
 BAD = {
     "kv.k: no kernel reads": (torch.float64, {}),
     "kv.k: must be": (torch.bfloat16, dict.fromkeys(("k", "v"), torch.zeros(3, 4, 8))),
     "kv.k: must be [": (torch.bfloat16, dict.fromkeys(("k", "v"), torch.zeros(3, 4, 8, 2).mT)),
+    "kv.k: 2^31 elements lie between": (
+        torch.bfloat16,
+        dict.fromkeys(("k", "v"), sparse(3, 4, 2, 8, dtype=torch.bfloat16, strides=FAR_TOKENS)),
+    ),
+    "kv.k: 2^31 elements": (
+        torch.bfloat16,
+        dict.fromkeys(("k", "v"), sparse(3, 4, 2, 8, dtype=torch.bfloat16, strides=FAR_HEADS)),
+    ),
     "kv.v: shape": (torch.bfloat16, {"v": torch.zeros(3, 4, 2, 9, dtype=torch.bfloat16)}),
     "kv.v: shape, strides": (
         torch.float32,
