@@ -33,7 +33,7 @@ def _types(is_bf16: bool) -> tuple[int, str, str]:
 
 
 @triton.constexpr_function
-def _ptx_4(shift, is_bf16, zero):
+def ptx_4(shift, is_bf16, zero):
     """PTX for $0 = code - 8 of the field at ``shift``, or code + $2 when ``zero`` is None."""
     power, one, kind = _types(is_bf16)
     minus = "$2" if zero is None else _both(0x8000 | power | zero)
@@ -48,7 +48,7 @@ def _ptx_4(shift, is_bf16, zero):
 
 
 @triton.constexpr_function
-def _ptx_8(shift, is_bf16):
+def ptx_8(shift, is_bf16):
     """PTX for $0 = (code & 127) - (code & 128): the sign bit is worth -128 and adds 2^7 to 2^7, or
     to 2^10, when it is or-ed into it.
     """
@@ -69,7 +69,7 @@ def unpack_4(b_words, SHIFT: tl.constexpr, DTYPE: tl.constexpr):
     if _INTERPRETED:
         return narrow(((b_words >> SHIFT) & 15).to(tl.float32) - 8.0, DTYPE)
     else:
-        PTX: tl.constexpr = _ptx_4(SHIFT, DTYPE == tl.bfloat16, 8)
+        PTX: tl.constexpr = ptx_4(SHIFT, DTYPE == tl.bfloat16, 8)
         b_out = tl.inline_asm_elementwise(PTX, "=r,r", [b_words], tl.int16, is_pure=True, pack=2)
         return b_out.to(DTYPE, bitcast=True)
 
@@ -81,7 +81,7 @@ def unpack_4_zero(b_words, SHIFT: tl.constexpr, b_zero, DTYPE: tl.constexpr):
         b_code = ((b_words >> SHIFT) & 15).to(tl.float32)
         return narrow(b_code - b_zero.to(tl.float32), DTYPE)
     else:
-        PTX: tl.constexpr = _ptx_4(SHIFT, DTYPE == tl.bfloat16, None)
+        PTX: tl.constexpr = ptx_4(SHIFT, DTYPE == tl.bfloat16, None)
         MINUS: tl.constexpr = _MINUS_BF16 if DTYPE == tl.bfloat16 else _MINUS_FP16
         b_words, b_minus = tl.broadcast(b_words, b_zero.to(tl.int16) | MINUS)
         b_out = tl.inline_asm_elementwise(
@@ -96,6 +96,6 @@ def unpack_8(b_words, SHIFT: tl.constexpr, DTYPE: tl.constexpr):
     if _INTERPRETED:
         return narrow((b_words << (8 - SHIFT) >> 8).to(tl.float32), DTYPE)
     else:
-        PTX: tl.constexpr = _ptx_8(SHIFT, DTYPE == tl.bfloat16)
+        PTX: tl.constexpr = ptx_8(SHIFT, DTYPE == tl.bfloat16)
         b_out = tl.inline_asm_elementwise(PTX, "=r,r", [b_words], tl.int16, is_pure=True, pack=2)
         return b_out.to(DTYPE, bitcast=True)

@@ -12,6 +12,10 @@ from kvferry.kernels.sampling.philox import neg_log_exponential as exact_neg_log
 
 E_BOUND = 1e-6
 """Relative error of E: a few roundings of float32. 1e-5 is what is promised."""
+DEVICE_MORE = 2**-22 + 2**-23
+"""What a GPU may add to the interpreter's error: its division is right to 2 units in the last place
+(PTX's div.full), its logarithm to 1, where the interpreter has half of one.
+"""
 
 
 @triton.jit
@@ -56,6 +60,6 @@ def test_exponential_is_exact_to_float32_for_small_middle_and_large_words() -> N
     noise_kernel[(len(words) // 2**16,)](words, e, neg_log, BLOCK=2**16)
     exact = exact_neg_log(words)
     relative = (e.double() / (-exact).exp() - 1).abs()
-    assert float(relative.max()) <= E_BOUND
+    assert float(relative.max()) <= E_BOUND - DEVICE_MORE
     # -log E adds the rounding of numbers up to 23.
     assert float((neg_log.double() - exact).abs().max()) <= E_BOUND + 23 * 2**-24
