@@ -50,8 +50,12 @@ class ModelRunner:
 
 
 def attention_for(decoder: Decoder, kv: PagedKV) -> Callable[[StepTensors], Attend]:
-    """What makes the decoder's callback for a step, by the backend of its ops."""
+    """What makes the decoder's callback for a step, by the backend of its ops. Raises ValueError
+    for a quantised cache without kernels: its scales would be lost without a word.
+    """
     if decoder.backend is Backend.TORCH:
+        if kv.scales is not None:
+            raise ValueError(f"kv: attention in plain torch reads no cache of {kv.dtype}")
         return partial(PagedAttention, kv)
     spec = decoder.spec
     return KernelAttention(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from step_plans import sampling_rows
+from step_plans import sampling_rows, subset
 
 from kvferry.engine.kernel_sampler import KernelSampler
 from kvferry.engine.plan import LogitEdits, SamplingRows
@@ -23,7 +23,7 @@ def sampler() -> KernelSampler:
 
 
 def random_logits(rng: np.random.Generator) -> torch.Tensor:
-    """Ids past the vocabulary are the likeliest: they must never be drawn."""
+    """Ids past the vocabulary are the likeliest: they must never be drawn (fault B020)."""
     logits = torch.from_numpy(rng.normal(size=(ROWS, WIDTH)).astype(np.float32)) * 3
     logits[:, VOCAB:] = 50.0
     return logits
@@ -81,6 +81,41 @@ def test_log_probabilities_are_of_the_raw_logits(sampler: KernelSampler, seeded:
         assert got.logprob == pytest.approx(wanted.logprob, abs=1e-4)
         assert [token for token, _ in got.top] == [token for token, _ in wanted.top]
         assert [x for _, x in got.top] == pytest.approx([x for _, x in wanted.top], abs=1e-4)
+
+
+def test_a_row_does_not_depend_on_its_neighbours(sampler: KernelSampler, seeded: int) -> None:
+    """Alone, in another order, beside other parameters and beside greedy rows (fault B017)."""
+    rng = np.random.default_rng(seeded)
+    logits, rows = random_logits(rng), random_rows(rng)
+    together = sampler(logits, rows, VOCAB).token_ids
+    order = rng.permutation(ROWS)
+    shuffled = sampler(logits[order], subset(rows, order), VOCAB).token_ids
+    assert shuffled.tolist() == together[order].tolist()
+    for row in (0, 5):
+        alone = sampler(logits[row : row + 1], subset(rows, slice(row, row + 1)), VOCAB).token_ids
+        assert alone.tolist() == [together[row]]
+
+
+def test_log_probabilities_of_peaked_rows_are_finite(sampler: KernelSampler, seeded: int) -> None:
+    """However unlikely a token is, and whatever filters and bans leave of the rest (fault B018)."""
+    rng = np.random.default_rng(seeded)
+    logits = random_logits(rng)
+    logits[:, :VOCAB] *= torch.logspace(0, 30, ROWS)[:, None]
+    top = int(logits[3, :VOCAB].argmax())
+    values = {"top_k": 1, "top_p": 0.3, "logprobs": dict.fromkeys(range(ROWS), 20)}
+    rows = sampling_rows(ROWS, temperature=1.0, **values)
+    rows.edits = {3: LogitEdits(banned_ids=(top,))}
+    expected, found = sample(logits, rows, VOCAB), sampler(logits, rows, VOCAB)
+    assert found.invalid == ()
+    assert found.token_ids[3] != top
+    for row, wanted in expected.logprobs.items():
+        got = found.logprobs[row]
+        assert got.token_id == wanted.token_id
+        assert got.logprob == pytest.approx(wanted.logprob, rel=1e-5, abs=1e-4)
+        assert [x for _, x in got.top] == pytest.approx(
+            [x for _, x in wanted.top], rel=1e-5, abs=1e-4
+        )
+        assert np.isfinite([got.logprob, *(x for _, x in got.top)]).all()
 
 
 def test_a_row_that_is_not_finite_is_named(sampler: KernelSampler, seeded: int) -> None:

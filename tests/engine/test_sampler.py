@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from step_plans import sampling_rows
+from step_plans import sampling_rows, subset
 
 from kvferry.engine.plan import LogitEdits, SamplingRows
 from kvferry.engine.sampler import NUM_CANDIDATES, sample
@@ -62,11 +62,6 @@ def random_rows(rng: np.random.Generator, count: int) -> SamplingRows:
         sample_index=rng.integers(0, 64, count),
         position=rng.integers(0, 2**20, count),
     )
-
-
-def subset(rows: SamplingRows, index: Any) -> SamplingRows:
-    names = ("temperature", "top_k", "top_p", "min_p", "seed", "sample_index", "position")
-    return SamplingRows(**{name: getattr(rows, name)[index] for name in names})
 
 
 @pytest.mark.parametrize("scale", [0.01, 1.0, 4.0])

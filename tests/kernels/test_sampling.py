@@ -142,6 +142,7 @@ def test_a_row_that_is_not_finite_is_named_and_touches_no_other(bad: float) -> N
 
 @pytest.mark.parametrize("op", [wrapper, reference])
 def test_what_is_banned_is_neither_drawn_nor_invalid(op) -> None:  # type: ignore[no-untyped-def]
+    """End tokens before min_tokens among it (fault B019)."""
     logits = torch.full((2, 300), -torch.inf)
     logits[0, 270] = -4.0
     for temperature in (0.0, 1.0):

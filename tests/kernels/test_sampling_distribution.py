@@ -131,6 +131,7 @@ def chain(request: pytest.FixtureRequest) -> tuple[torch.Tensor, int, torch.Tens
 def test_rejection_yields_the_target(
     chain: tuple[torch.Tensor, int, torch.Tensor], with_model: bool
 ) -> None:
+    """With the probabilities that drafts were drawn from, and without any (fault B024)."""
     target, top_k, probs = chain
     draft_model = target + torch.randn(VOCAB, VOCAB)
     drafter = drawn_by(draft_model) if with_model else repeated

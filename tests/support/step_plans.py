@@ -33,6 +33,11 @@ def sampling_rows(count: int, **values: Any) -> SamplingRows:
     return SamplingRows(**rows, **values)
 
 
+def subset(rows: SamplingRows, index: Any) -> SamplingRows:
+    """Some rows, in this order, without edits and log-probabilities."""
+    return SamplingRows(**{name: getattr(rows, name)[index] for name in DEFAULTS})
+
+
 def step_plan(
     queries: Sequence[Sequence[int]],
     contexts: Sequence[int],
