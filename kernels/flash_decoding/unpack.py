@@ -15,7 +15,7 @@ from kvferry.kernels.language import E4M3, FLOAT, INT8, cache_to
 _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 # Byte b of a signed word becomes the float16 1024 + (b + 128), whose bits are 0x6400 + (b + 128).
-_INT8_ASM = tl.constexpr("""{
+INT8_ASM = tl.constexpr("""{
     .reg .b32 x, c;
     mov.b32 c, 0x64806480;
     xor.b32 x, $2, 0x80808080;
@@ -24,14 +24,14 @@ _INT8_ASM = tl.constexpr("""{
     sub.rn.f16x2 $0, $0, c;
     sub.rn.f16x2 $1, $1, c;
 }""")
-_E4M3_ASM = tl.constexpr("""{
+E4M3_ASM = tl.constexpr("""{
     .reg .b16 a, b;
     mov.b32 {a, b}, $2;
     cvt.rn.f16x2.e4m3x2 $0, a;
     cvt.rn.f16x2.e4m3x2 $1, b;
 }""")
 # Sign and magnitude move to float16's places, which divides by 2^8; subnormals are exact too.
-_E4M3_BITS_ASM = tl.constexpr("""{
+E4M3_BITS_ASM = tl.constexpr("""{
     .reg .b32 x, y, m, n, c;
     mov.b32 c, 0x5c005c00;
     prmt.b32 x, $2, 0, 0x1404;
@@ -59,7 +59,7 @@ def unpack(b_raw, KIND: tl.constexpr, DTYPE: tl.constexpr, IN_PLACE: tl.constexp
         return cache_to(b_raw, KIND, DTYPE)
     else:
         ASM: tl.constexpr = (
-            _INT8_ASM if KIND == INT8 else (_E4M3_ASM if KIND == E4M3 else _E4M3_BITS_ASM)
+            INT8_ASM if KIND == INT8 else (E4M3_ASM if KIND == E4M3 else E4M3_BITS_ASM)
         )
         return tl.inline_asm_elementwise(
             ASM, "=&r,=&r,r", [b_raw], dtype=tl.float16, is_pure=not IN_PLACE, pack=4
