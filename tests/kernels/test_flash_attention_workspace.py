@@ -35,6 +35,7 @@ CACHED = Prompts(
     lengths=((5, 0), (37, 129), (18, 30)),
     num_kv_heads=2,
     group=2,
+    block_size=48,
     dtype=torch.bfloat16,
     cache_dtype=torch.float8_e4m3fn,
     seed=3,
