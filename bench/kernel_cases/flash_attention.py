@@ -219,7 +219,7 @@ def _work(shape: _Shape, config: Config | None, device: torch.device, chip: Chip
     workspace = _workspace(shape, device)
     launches = [] if workspace is None else [unpack_launch(kv, tables, workspace, chip)]
     read, at = (kv, tables) if workspace is None else (workspace.layer, workspace.tables)
-    config = config or config_for(chip, read, q.dtype)
+    config = config or config_for(chip, read, q.dtype, windowed=shape.window is not None)
     plan = PrefillPlan.of(queries, contexts, window=shape.window, rows=config.rows, device=device)
     options: dict[str, Any] = {
         "scale": shape.head_dim**-0.5,

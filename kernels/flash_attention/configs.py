@@ -50,9 +50,9 @@ class Config:
         return self.buffers if self.uses_tma(chip, kv) else 2 * self.buffers - 1
 
 
-def config_for(chip: Chip, kv: KvLayer, dtype: torch.dtype) -> Config:
+def config_for(chip: Chip, kv: KvLayer, dtype: torch.dtype, *, windowed: bool = False) -> Config:
     """The configuration for queries of ``dtype`` over a cache like ``kv``."""
-    keys = _keys_for(chip, kv, dtype)
+    keys = _keys_for(chip, kv, dtype, windowed)
     options = [
         Config(keys=fewer, buffers=buffers) for fewer in (keys, keys // 2, 16) for buffers in (3, 2)
     ]
@@ -68,7 +68,7 @@ def shared_nbytes(config: Config, kv: KvLayer, dtype: torch.dtype) -> int:
     return queries + config.buffers * tile * kv.k.itemsize + converted + 1024
 
 
-def _keys_for(chip: Chip, kv: KvLayer, dtype: torch.dtype) -> int:
+def _keys_for(chip: Chip, kv: KvLayer, dtype: torch.dtype, windowed: bool) -> int:
     """The longest tiles whose scores fit in registers beside the output (255 per thread). Longer
     ones rescale the output less often: half of all instructions at 64 keys and 128 columns.
     """
@@ -79,7 +79,9 @@ def _keys_for(chip: Chip, kv: KvLayer, dtype: torch.dtype) -> int:
         return 16
     if chip.arch in WARP_GROUP_ARCHS:
         has_tail = kv.head_dim & (kv.head_dim - 1) != 0
-        return 64 if converts or wide or (has_tail and chip.arch == 100) else 128
+        # A second tile in width or a third loop is too many registers for 128 keys on sm_100.
+        needs_room = chip.arch == 100 and (has_tail or windowed)
+        return 64 if converts or wide or needs_room else 128
     if kv.head_dim <= 64:
         return 64
     by_bits = kv.k.dtype is torch.float8_e4m3fn and not chip.has_native_e4m3

@@ -46,7 +46,7 @@ def flash_attention(
         require(workspace.elements.dtype is q.dtype, "workspace", f"must be {q.dtype}, as q is")
         unpack_launch(kv, block_tables, workspace, chip).run()
         kv, block_tables = workspace.layer, workspace.tables
-    config = config_for(chip, kv, q.dtype)
+    config = config_for(chip, kv, q.dtype, windowed=window is not None)
     require(plan.rows == config.rows, "plan", f"tiles of {plan.rows} rows, not {config.rows}")
     flash_attention_launch(
         q,
@@ -84,7 +84,7 @@ def flash_attention_launch(
     fit.
     """
     _check(q, kv, block_tables, query_starts, context_lens, tiles, out)
-    config = config or config_for(chip, kv, q.dtype)
+    config = config or config_for(chip, kv, q.dtype, windowed=window is not None)
     require(scale > 0, "scale", "must be positive")
     require(window is None or window > 0, "window", "must be positive")
     require(softcap is None or softcap > 0, "softcap", "must be positive")
