@@ -9,6 +9,7 @@ about a kernel is proven about the launches that the engine makes.
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -62,20 +63,25 @@ def _chip_of(device_type: str, index: int | None) -> Chip:
             f"Triton kernels run on cuda, not on {device_type}; "
             "TRITON_INTERPRET=1 runs them in the interpreter on the CPU"
         )
-    facts = torch.cuda.get_device_properties(index)
-    name = facts.name.upper()
-    # "H100" is in no other chip's name; the longest match wins ("RTX 5060" before a plain number).
-    for chip in sorted(CHIPS.values(), key=lambda chip: -len(chip.name)):
-        if chip.name in name:
-            return chip
+    return chip_of_properties(torch.cuda.get_device_properties(index))
+
+
+def chip_of_properties(facts: Any) -> Chip:
+    """The chip with what torch says of a CUDA device.
+
+    A data sheet's bandwidth and FLOP/s hold for every device of that name; slices of a chip and its
+    smaller siblings have fewer multiprocessors and less cache, which the driver reports.
+    """
+    known = [chip for chip in CHIPS.values() if re.search(rf"\b{chip.name}\b", facts.name.upper())]
+    # Neither is reported by the driver: the bench measures both before it draws a roofline.
+    unknown = float("nan")
     return Chip(
-        name=facts.name,
+        name=known[0].name if known else facts.name,
         arch=facts.major * 10 + facts.minor,
         num_sms=facts.multi_processor_count,
         shared_limit=facts.shared_memory_per_block_optin,
-        # Neither is reported by the driver: the bench measures both before it draws a roofline.
-        bandwidth=float("nan"),
-        matmul_flops=float("nan"),
+        bandwidth=known[0].bandwidth if known else unknown,
+        matmul_flops=known[0].matmul_flops if known else unknown,
         l2_nbytes=facts.L2_cache_size,
     )
 

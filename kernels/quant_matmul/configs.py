@@ -89,7 +89,7 @@ CANDIDATES = tuple(
 def tile_for(m: int, chip: Chip, batch_invariant: bool) -> Tile:
     """The tile for ``m`` rows."""
     # sm_120 has the matrix instructions of sm_80.
-    generation = chip.arch // 10 * 10 if chip.arch < 120 else 80
+    generation = 80 if chip.arch >= 120 else max(each for each in TILES if each <= chip.arch)
     if batch_invariant:
         return FIXED[generation]
     return next(tile for tile in TILES[generation] if m <= tile.max_m)

@@ -8,9 +8,14 @@ scale at most.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from kvferry.kernels.quant_matmul.layout import QuantWeight, by_group, by_unit, pack, unpack
+
+ROWS = 4096
+"""Of a weight that are turned into float64 at once, which takes twenty times their space."""
 
 
 def quant_matmul(
@@ -24,10 +29,20 @@ def quant_matmul(
     Summed in float64, so right to one rounding to the type of ``x``; ``batch_invariant`` means
     nothing here.
     """
-    total = x.to(torch.float64) @ dequantise(weight, torch.float64).T
+    rows = range(0, weight.num_outputs, ROWS)
+    parts = (dequantise(_rows_of(weight, first), torch.float64) for first in rows)
+    total = torch.cat([x.to(torch.float64) @ part.T for part in parts], dim=1)
     if bias is not None:
         total = total + bias.to(torch.float64)
     return total.to(x.dtype)
+
+
+def _rows_of(weight: QuantWeight, first: int) -> QuantWeight:
+    rows = slice(first, first + ROWS)
+    zeros = None if weight.zeros is None else weight.zeros[:, rows]
+    return replace(
+        weight, packed=weight.packed[:, rows], scales=weight.scales[:, rows], zeros=zeros
+    )
 
 
 def quantise(

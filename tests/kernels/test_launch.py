@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.kernels.chips import CHIPS, INTERPRETER
-from kvferry.kernels.launch import Launch, chip_of, next_power_of_2, require
+from kvferry.kernels.launch import (
+    Launch,
+    chip_of,
+    chip_of_properties,
+    next_power_of_2,
+    require,
+)
 
 
 @triton.jit
@@ -74,16 +82,58 @@ def test_a_device_that_runs_no_kernels_is_named(device: str) -> None:
         chip_of(torch.device(device))
 
 
+def properties(name: str, **changes: int) -> SimpleNamespace:
+    """What torch says of an H200, under another name."""
+    plain = {
+        "major": 9,
+        "minor": 0,
+        "multi_processor_count": 132,
+        "shared_memory_per_block_optin": 227 * 1024,
+        "L2_cache_size": 60 << 20,
+    }
+    return SimpleNamespace(name=name, **(plain | changes))
+
+
+@pytest.mark.parametrize(
+    ("name", "chip"),
+    [
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA B200", "B200"),
+        ("NVIDIA GeForce RTX 5060 Laptop GPU", "RTX 5060"),
+    ],
+)
+def test_a_chip_is_found_by_its_name(name: str, chip: str) -> None:
+    found = chip_of_properties(properties(name))
+    assert found.name == chip
+    assert found.bandwidth == CHIPS[chip].bandwidth
+    assert found.matmul_flops == CHIPS[chip].matmul_flops
+
+
+def test_what_the_driver_reports_is_believed() -> None:
+    """A slice of a chip has its name."""
+    slice_ = properties("NVIDIA H200 MIG 1g.18gb", multi_processor_count=16, L2_cache_size=7 << 20)
+    found = chip_of_properties(slice_)
+    assert (found.name, found.num_sms, found.l2_nbytes) == ("H200", 16, 7 << 20)
+    assert found.shared_limit == CHIPS["H200"].shared_limit
+
+
+@pytest.mark.parametrize("name", ["NVIDIA GH200 480GB", "NVIDIA L4", "NVIDIA H20"])
+def test_a_chip_that_is_in_no_data_sheet_here_goes_by_its_own_name(name: str) -> None:
+    found = chip_of_properties(properties(name, major=8, minor=9))
+    assert (found.name, found.arch, found.num_sms) == (name, 89, 132)
+    assert math.isnan(found.bandwidth)
+
+
 @pytest.mark.gpu
-def test_the_chip_of_a_gpu_is_found_by_its_name() -> None:
+def test_the_chip_of_a_gpu_is_that_of_its_properties() -> None:
     chip = chip_of(torch.device("cuda", 0))
-    name = torch.cuda.get_device_name(0).upper()
-    assert (
-        chip.arch
-        == 10 * torch.cuda.get_device_capability(0)[0] + (torch.cuda.get_device_capability(0)[1])
-    )
-    assert chip.name.upper() in name
-    assert (chip.name in CHIPS) == any(known in name for known in CHIPS)
+    major, minor = torch.cuda.get_device_capability(0)
+    assert chip.arch == 10 * major + minor
+    assert chip.name.upper() in torch.cuda.get_device_name(0).upper()
+    assert 48 * 1024 <= chip.shared_limit < 1 << 20
+    assert chip.l2_nbytes >= 1 << 20
 
 
 @given(n=st.integers(0, 2**40))

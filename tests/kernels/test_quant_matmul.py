@@ -216,3 +216,11 @@ def test_bad_arguments_are_named(x: torch.Tensor, bias: torch.Tensor | None, nam
     weight = random_weight(6, 24, 128, 4, False, 128)
     with pytest.raises(ValueError, match=f"^{named}:"):
         wrapper.quant_matmul(x, weight, bias)
+
+
+@pytest.mark.parametrize("asymmetric", [False, True])
+def test_the_reference_takes_the_rows_of_a_large_weight_in_order(asymmetric: bool) -> None:
+    weight = random_weight(1, reference.ROWS + 40, 128, 4, asymmetric, 64)
+    x = random_tensors(2)(3, 128, dtype=torch.float16)
+    whole = x.double() @ reference.dequantise(weight, torch.float64).T
+    assert torch.equal(reference.quant_matmul(x, weight), whole.to(torch.float16))
