@@ -13,7 +13,6 @@ from kvferry.kernels.sampling import reference
 from kvferry.kernels.sampling.edit_launches import edit_launches, top_logprobs_launches
 from kvferry.kernels.sampling.launches import sample_launches
 from kvferry.kernels.sampling.tensors import (
-    MAX_DRAFTS,
     DraftTensors,
     EditTensors,
     Penalties,
@@ -108,10 +107,7 @@ def _sample(
     chip: Chip,
 ) -> Work:
     logits, params = _logits(rows, vocab_size, device), _params(rows, device, chosen, filtered)
-    out = SampledTokens(
-        token_ids=torch.empty(rows, dtype=torch.int64, device=device),
-        invalid=torch.empty(rows, dtype=torch.bool, device=device),
-    )
+    out = SampledTokens.empty(rows, device)
     peers: dict[str, Callable[[], object]] = {}
     if "temperature" in chosen:
         peers["torch argmax"] = lambda: logits.argmax(dim=-1)
@@ -149,12 +145,7 @@ def _drafts(
         token_ids=guesses.argmax(dim=-1),
         probs=guesses.softmax(dim=-1) if with_probs else None,
     )
-    out = VerifiedTokens(
-        num_accepted=torch.empty(sequences, dtype=torch.int32, device=device),
-        token_ids=torch.empty(sequences, MAX_DRAFTS + 1, dtype=torch.int64, device=device),
-        invalid=torch.empty(sequences, dtype=torch.bool, device=device),
-    )
-    return drafts, out
+    return drafts, VerifiedTokens.empty(sequences, device)
 
 
 def _coupled(rows: int, vocab_size: int, device: torch.device, chip: Chip) -> Work:
@@ -219,11 +210,7 @@ def _logprobs(rows: int, vocab_size: int, device: torch.device, chip: Chip) -> W
     logits = _logits(rows, vocab_size, device)
     queries = torch.arange(rows, dtype=torch.int32, device=device)
     token_ids = torch.randint(0, vocab_size, (rows,), device=device)
-    out = TopLogprobs(
-        chosen=torch.empty(rows, dtype=torch.float32, device=device),
-        ids=torch.empty(rows, TOP, dtype=torch.int32, device=device),
-        values=torch.empty(rows, TOP, dtype=torch.float32, device=device),
-    )
+    out = TopLogprobs.empty(rows, TOP, device)
 
     def expected() -> list[torch.Tensor]:
         found = reference.top_logprobs(logits, queries, token_ids, TOP, vocab_size)

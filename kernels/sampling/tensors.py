@@ -96,6 +96,14 @@ class SampledTokens:
     invalid: torch.Tensor
     """bool [R]: the row's logits were not finite and its token, 0, means nothing."""
 
+    @classmethod
+    def empty(cls, rows: int, device: torch.device) -> SampledTokens:
+        """To be filled by a kernel."""
+        return cls(
+            token_ids=torch.empty(rows, dtype=torch.int64, device=device),
+            invalid=torch.empty(rows, dtype=torch.bool, device=device),
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopLogprobs:
@@ -107,6 +115,15 @@ class TopLogprobs:
     """int32 [M, n], falling in probability, the lowest id first among equals."""
     values: torch.Tensor
     """float32 [M, n]"""
+
+    @classmethod
+    def empty(cls, rows: int, count: int, device: torch.device) -> TopLogprobs:
+        """To be filled by a kernel."""
+        return cls(
+            chosen=torch.empty(rows, dtype=torch.float32, device=device),
+            ids=torch.empty(rows, count, dtype=torch.int32, device=device),
+            values=torch.empty(rows, count, dtype=torch.float32, device=device),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,3 +156,12 @@ class VerifiedTokens:
     """bool [Q]: the logits after the kept drafts were not finite; the token after them is 0 and
     means nothing.
     """
+
+    @classmethod
+    def empty(cls, sequences: int, device: torch.device) -> VerifiedTokens:
+        """To be filled by a kernel."""
+        return cls(
+            num_accepted=torch.empty(sequences, dtype=torch.int32, device=device),
+            token_ids=torch.empty(sequences, MAX_DRAFTS + 1, dtype=torch.int64, device=device),
+            invalid=torch.empty(sequences, dtype=torch.bool, device=device),
+        )

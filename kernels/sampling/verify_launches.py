@@ -44,10 +44,7 @@ def coupled_launches(
     """Sample every row, then keep what matches. Raises ValueError naming what does not fit."""
     rows = len(logits)
     _check_drafts(drafts, out, rows, vocab_size)
-    sampled = SampledTokens(
-        token_ids=torch.empty(rows, dtype=torch.int64, device=logits.device),
-        invalid=torch.empty(rows, dtype=torch.bool, device=logits.device),
-    )
+    sampled = SampledTokens.empty(rows, logits.device)
     args = {
         "p_sampled": sampled.token_ids,
         "p_bad": sampled.invalid,

@@ -14,7 +14,6 @@ from kvferry.kernels.sampling.edit_launches import (
 )
 from kvferry.kernels.sampling.launches import sample_launches
 from kvferry.kernels.sampling.tensors import (
-    MAX_DRAFTS,
     DraftTensors,
     EditTensors,
     SampledTokens,
@@ -51,10 +50,7 @@ def sample(
 
     ``edited``: they come from ``apply_edits``, so that -inf is no mistake.
     """
-    out = SampledTokens(
-        token_ids=torch.empty(len(logits), dtype=torch.int64, device=logits.device),
-        invalid=torch.empty(len(logits), dtype=torch.bool, device=logits.device),
-    )
+    out = SampledTokens.empty(len(logits), logits.device)
     _run(sample_launches(logits, params, out, vocab_size, edited))
     return out
 
@@ -65,12 +61,7 @@ def top_logprobs(
     """Log-softmax of raw ``logits`` [R, >= V] in ``rows`` int32 [M]: of the M ``token_ids`` int64,
     and of the ``count`` likeliest ids.
     """
-    shape, device = (len(rows), count), logits.device
-    out = TopLogprobs(
-        chosen=torch.empty(len(rows), dtype=torch.float32, device=device),
-        ids=torch.empty(shape, dtype=torch.int32, device=device),
-        values=torch.empty(shape, dtype=torch.float32, device=device),
-    )
+    out = TopLogprobs.empty(len(rows), count, logits.device)
     _run(top_logprobs_launches(logits, rows, token_ids, out, vocab_size))
     return out
 
@@ -109,12 +100,7 @@ def verify_rejection(
 
 
 def _verified(drafts: DraftTensors) -> VerifiedTokens:
-    count, device = len(drafts.offsets) - 1, drafts.offsets.device
-    return VerifiedTokens(
-        num_accepted=torch.empty(count, dtype=torch.int32, device=device),
-        token_ids=torch.empty(count, MAX_DRAFTS + 1, dtype=torch.int64, device=device),
-        invalid=torch.empty(count, dtype=torch.bool, device=device),
-    )
+    return VerifiedTokens.empty(len(drafts.offsets) - 1, drafts.offsets.device)
 
 
 def _run(launches: Sequence[Launch]) -> None:
