@@ -9,6 +9,7 @@ import torch
 
 from kvferry.bench.kernel_cases.case import Case, Limit, Work
 from kvferry.kernels.chips import Chip
+from kvferry.kernels.launch import Launch
 from kvferry.kernels.sampling import reference
 from kvferry.kernels.sampling.edit_launches import edit_launches, top_logprobs_launches
 from kvferry.kernels.sampling.launches import sample_launches
@@ -43,11 +44,11 @@ def cases() -> Iterator[Case]:
             ("no filter", partial(_sample, {}, False)),
             ("top-p", partial(_sample, {"top_p": 0.9}, True)),
             ("top-k and top-p", partial(_sample, {"top_k": 50, "top_p": 0.9}, True)),
-            ("coupled", _coupled),
-            ("rejection", _rejection),
+            ("coupled", partial(_verify, coupled_launches, reference.verify_coupled, False)),
+            ("rejection", partial(_verify, rejection_launches, reference.verify_rejection, True)),
         ):
             nbytes = rows * vocab_size * 2
-            if make is _rejection:
+            if name == "rejection":
                 # One race per sequence reads its drafts' probabilities in one row.
                 nbytes += rows // (NUM_DRAFTS + 1) * vocab_size * 4
             yield _case(name, rows, vocab_size, make, nbytes)
@@ -148,31 +149,24 @@ def _drafts(
     return drafts, VerifiedTokens.empty(sequences, device)
 
 
-def _coupled(rows: int, vocab_size: int, device: torch.device, chip: Chip) -> Work:
+def _verify(
+    launches_of: Callable[..., list[Launch]],
+    op: Callable[..., VerifiedTokens],
+    with_probs: bool,
+    rows: int,
+    vocab_size: int,
+    device: torch.device,
+    chip: Chip,
+) -> Work:
     logits, params = _logits(rows, vocab_size, device), _params(rows, device, {"top_p": 0.9}, True)
-    drafts, out = _drafts(logits, vocab_size, with_probs=False)
+    drafts, out = _drafts(logits, vocab_size, with_probs=with_probs)
 
     def expected() -> list[torch.Tensor]:
-        found = reference.verify_coupled(logits, params, drafts, vocab_size)
+        found = op(logits, params, drafts, vocab_size)
         return [found.num_accepted, found.token_ids]
 
     return Work(
-        launches=coupled_launches(logits, params, drafts, out, vocab_size, edited=False),
-        outputs=[out.num_accepted, out.token_ids],
-        expected=expected,
-    )
-
-
-def _rejection(rows: int, vocab_size: int, device: torch.device, chip: Chip) -> Work:
-    logits, params = _logits(rows, vocab_size, device), _params(rows, device, {"top_p": 0.9}, True)
-    drafts, out = _drafts(logits, vocab_size, with_probs=True)
-
-    def expected() -> list[torch.Tensor]:
-        found = reference.verify_rejection(logits, params, drafts, vocab_size)
-        return [found.num_accepted, found.token_ids]
-
-    return Work(
-        launches=rejection_launches(logits, params, drafts, out, vocab_size, edited=False),
+        launches=launches_of(logits, params, drafts, out, vocab_size, edited=False),
         outputs=[out.num_accepted, out.token_ids],
         expected=expected,
     )
