@@ -154,16 +154,6 @@ def _plan(
     number: int, new: list[np.ndarray], context_lens: np.ndarray, tables: np.ndarray
 ) -> StepPlan:
     """A step whose sequences are all sampled."""
-    zeros = np.zeros(len(new))
-    sampling = SamplingRows(
-        temperature=zeros.astype(np.float32),
-        top_k=zeros.astype(np.int32),
-        top_p=np.ones(len(new), np.float32),
-        min_p=zeros.astype(np.float32),
-        seed=zeros.astype(np.uint64),
-        sample_index=zeros.astype(np.int32),
-        position=zeros.astype(np.int64),
-    )
     return StepPlan(
         step=number,
         token_ids=np.concatenate(new),
@@ -171,7 +161,7 @@ def _plan(
         context_lens=context_lens.copy(),
         block_tables=tables,
         sampled=np.arange(len(new), dtype=np.int32),
-        sampling=sampling,
+        sampling=SamplingRows.greedy(len(new)),
     )
 
 

@@ -74,15 +74,6 @@ def allocate_kv(spec: ModelSpec, dtype: torch.dtype, pool: PoolConfig, pool_name
 def _warm_up(runner: Runner) -> None:
     """One real step, so that a worker that says it is there can compute. Block 0 is free again."""
     one = np.ones(1, np.int32)
-    sampling = SamplingRows(
-        temperature=np.zeros(1, np.float32),
-        top_k=np.zeros(1, np.int32),
-        top_p=np.ones(1, np.float32),
-        min_p=np.zeros(1, np.float32),
-        seed=np.zeros(1, np.uint64),
-        sample_index=np.zeros(1, np.int32),
-        position=np.ones(1, np.int64),
-    )
     runner.execute(
         StepPlan(
             step=0,
@@ -91,6 +82,6 @@ def _warm_up(runner: Runner) -> None:
             context_lens=np.zeros(1, np.int32),
             block_tables=np.zeros((1, 1), np.int32),
             sampled=np.zeros(1, np.int32),
-            sampling=sampling,
+            sampling=SamplingRows.greedy(1),
         )
     )

@@ -55,6 +55,19 @@ class SamplingRows:
     logprobs: dict[int, int] = field(default_factory=dict)
     """Row -> number of top log-probabilities wanted (0: only the sampled token's)."""
 
+    @classmethod
+    def greedy(cls, count: int) -> SamplingRows:
+        """Rows that take the likeliest token, at position 0: no noise is drawn."""
+        return cls(
+            temperature=np.zeros(count, np.float32),
+            top_k=np.zeros(count, np.int32),
+            top_p=np.ones(count, np.float32),
+            min_p=np.zeros(count, np.float32),
+            seed=np.zeros(count, np.uint64),
+            sample_index=np.zeros(count, np.int32),
+            position=np.zeros(count, np.int64),
+        )
+
 
 @dataclass(slots=True)
 class StepPlan:
