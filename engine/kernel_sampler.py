@@ -10,9 +10,9 @@ from itertools import accumulate
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from kvferry.engine.plan import LogitEdits, RowLogprobs, SamplingRows, StepResult
+from kvferry.engine.upload import uploaded
 from kvferry.kernels.ops import Ops
 from kvferry.kernels.sampling.tensors import (
     EditTensors,
@@ -38,7 +38,7 @@ class KernelSampler:
         params = sampling_tensors(rows, logits.device)
         drawn: SampledTokens = self._ops.sample(edited, params, vocab_size, bool(rows.edits))
         result = StepResult(token_ids=drawn.token_ids.cpu().numpy())
-        result.invalid = tuple(drawn.invalid.nonzero().flatten().tolist())
+        result.invalid = tuple(np.flatnonzero(drawn.invalid.cpu().numpy()).tolist())
         wanted = [row for row in rows.logprobs if row not in result.invalid]
         if wanted:
             result.logprobs = self._logprobs(logits, wanted, rows, drawn, vocab_size)
@@ -52,7 +52,7 @@ class KernelSampler:
         drawn: SampledTokens,
         vocab_size: int,
     ) -> dict[int, RowLogprobs]:
-        index = torch.tensor(wanted, dtype=torch.int32, device=logits.device)
+        index = uploaded(np.array(wanted, np.int32), logits.device)
         tokens = drawn.token_ids[index.long()]
         most = min(max(rows.logprobs[row] for row in wanted), vocab_size)
         found = self._ops.top_logprobs(logits, index, tokens, most, vocab_size)
@@ -94,12 +94,14 @@ class KernelSampler:
             ids = [np.zeros(0, np.int32) if part is None else part for part in histories]
             slots = np.repeat(np.arange(len(ids), dtype=np.int32), [len(part) for part in ids])
             tokens = np.concatenate(ids).astype(np.int32)
-            self._ops.add_tokens(counts, _to(slots, device), _to(tokens, device), is_prompt)
+            self._ops.add_tokens(
+                counts, uploaded(slots, device), uploaded(tokens, device), is_prompt
+            )
         slot = np.full(len(edits), -1, np.int32)
         slot[penalised] = np.arange(len(penalised))
         return Penalties(
             counts=counts,
-            slot=_to(slot, device),
+            slot=uploaded(slot, device),
             repetition=_floats([edit.repetition_penalty for edit in edits], device),
             frequency=_floats([edit.frequency_penalty for edit in edits], device),
             presence=_floats([edit.presence_penalty for edit in edits], device),
@@ -110,13 +112,13 @@ def sampling_tensors(rows: SamplingRows, device: torch.device) -> SamplingTensor
     """The parameters of a step's rows on a device."""
     filtered = bool(((rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)).any())
     return SamplingTensors(
-        temperature=_to(rows.temperature, device),
-        top_k=_to(rows.top_k, device),
-        top_p=_to(rows.top_p, device),
-        min_p=_to(rows.min_p, device),
-        seed=_to(rows.seed.view(np.int64), device),
-        sample_index=_to(rows.sample_index, device),
-        position=_to(rows.position, device),
+        temperature=uploaded(rows.temperature, device),
+        top_k=uploaded(rows.top_k, device),
+        top_p=uploaded(rows.top_p, device),
+        min_p=uploaded(rows.min_p, device),
+        seed=uploaded(rows.seed.view(np.int64), device),
+        sample_index=uploaded(rows.sample_index, device),
+        position=uploaded(rows.position, device),
         filtered=filtered,
     )
 
@@ -135,15 +137,11 @@ def _ragged(
         return None
     offsets = [0, *accumulate(len(row) for row in ids)]
     return RaggedIds(
-        ids=_to(np.array([i for row in ids for i in row], np.int32), device),
-        offsets=_to(np.array(offsets, np.int32), device),
+        ids=uploaded(np.array([i for row in ids for i in row], np.int32), device),
+        offsets=uploaded(np.array(offsets, np.int32), device),
         values=None if values is None else _floats([x for row in values for x in row], device),
     )
 
 
 def _floats(values: Sequence[float], device: torch.device) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float32, device=device)
-
-
-def _to(array: NDArray[np.generic], device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(array).to(device)
+    return uploaded(np.array(values, np.float32), device)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from kvferry.engine.plan import Int32, Int64, StepPlan
+from kvferry.engine.upload import uploaded
 
 SHORT_QUERY_LEN = 16
 """Tokens of a sequence that decodes or verifies a draft, at most."""
@@ -52,10 +53,10 @@ class StepTensors:
         slots = plan.block_tables[seqs, positions // block_size].astype(np.int64) * block_size
         slots += positions % block_size
         return cls(
-            token_ids=torch.from_numpy(plan.token_ids).to(device),
-            positions=torch.from_numpy(positions).to(device),
-            slots=torch.from_numpy(slots).to(device),
-            sampled_tokens=torch.from_numpy(query_starts[1:][plan.sampled] - 1).to(device),
+            token_ids=uploaded(plan.token_ids, device),
+            positions=uploaded(positions, device),
+            slots=uploaded(slots, device),
+            sampled_tokens=uploaded(query_starts[1:][plan.sampled] - 1, device),
             query_starts=query_starts,
             context_lens=plan.context_lens,
             block_tables=plan.block_tables,
