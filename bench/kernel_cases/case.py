@@ -11,6 +11,9 @@ import torch
 from kvferry.kernels.chips import Chip
 from kvferry.kernels.launch import Launch
 
+CACHE_TYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
+"""Element types of a paged cache, by their names in cases."""
+
 
 class Limit(StrEnum):
     """What a share of 1.0 is measured against, in the same run."""

@@ -11,7 +11,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvferry.bench.kernel_cases.case import Case, Limit, Work
+from kvferry.bench.kernel_cases.case import CACHE_TYPES, Case, Limit, Work
 from kvferry.kernels.chips import Chip
 from kvferry.kernels.flash_attention import reference
 from kvferry.kernels.flash_attention.configs import Config, candidates, config_for
@@ -26,7 +26,6 @@ MIXED = (
     (16, 2000), (256, 256), (1, 0), (640, 5000), (128, 128), (1500, 0), (64, 7000), (300, 900),
 )  # fmt: skip
 """(queries, cached context) of 16 sequences."""
-TYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 GOAL = 0.70
 """Share of the measured matrix-product peak."""
 SPILLS_OF_WIDE_HEADS = 384
@@ -85,7 +84,7 @@ class _Shape:
     def nbytes(self) -> int:
         """q and out once, and K and V of every token once, with scales."""
         keys = sum(map(sum, self.lengths))
-        element = TYPES[self.cache].itemsize * self.head_dim + (self.cache != "bf16") * 4
+        element = CACHE_TYPES[self.cache].itemsize * self.head_dim + (self.cache != "bf16") * 4
         rows = 2 * 2 * self.num_tokens * self.num_heads * self.head_dim
         return rows + 2 * keys * self.num_kv_heads * element
 
@@ -95,7 +94,7 @@ def cases() -> Iterator[Case]:
     # In blocks of 128 a tile of keys is one piece; 16 is the cache's default.
     for block_size in (128, 16):
         beside = f"causal 8k, bf16, blocks of {block_size}"
-        for cache in TYPES:
+        for cache in CACHE_TYPES:
             name = f"causal 8k, {cache}, blocks of {block_size}"
             shape = _Shape(lengths=((8192, 0),), cache=cache, block_size=block_size)
             if name == beside:
@@ -105,7 +104,7 @@ def cases() -> Iterator[Case]:
                 unpacked = replace(shape, unpacked=True)
                 yield _case(name, unpacked, not_slower_than=beside, in_ci=in_ci)
                 yield _case(f"{name}, in place", shape, in_ci=in_ci)
-    for cache in TYPES:
+    for cache in CACHE_TYPES:
         name, shape = f"16 mixed prompts, {cache}", _Shape(lengths=MIXED, cache=cache)
         yield _case(name, replace(shape, unpacked=cache != "bf16"))
         if cache != "bf16":
@@ -181,7 +180,7 @@ def _cache(shape: _Shape, device: torch.device) -> KvLayer:
     k, v = (torch.randn(*size, device=device, dtype=torch.bfloat16) for _ in range(2))
     if shape.cache == "bf16":
         return KvLayer(k, v)
-    (k, k_scale), (v, v_scale) = (quantised(x, TYPES[shape.cache]) for x in (k, v))
+    (k, k_scale), (v, v_scale) = (quantised(x, CACHE_TYPES[shape.cache]) for x in (k, v))
     return KvLayer(k, v, k_scale, v_scale)
 
 

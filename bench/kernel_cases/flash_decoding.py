@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvferry.bench.kernel_cases.case import Case, Limit, Work
+from kvferry.bench.kernel_cases.case import CACHE_TYPES, Case, Limit, Work
 from kvferry.kernels.chips import Chip
 from kvferry.kernels.flash_decoding import reference, wrapper
 from kvferry.kernels.flash_decoding.configs import Config, candidates
 from kvferry.kernels.flash_decoding.splits import INVARIANT_SPLIT, SplitPlan
 from kvferry.kernels.kv_layer import KvLayer, quantised
 
-TYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 TOLERANCE = 2**-7
 """Of bf16: one rounding of the weights (2^-9 relative) and one of the output, and another order of
 sums. Quantised caches are multiplied in float16, which is finer."""
@@ -60,7 +59,7 @@ class _Shape:
     @property
     def nbytes(self) -> int:
         """q and out once, and the visible K and V once, with scales."""
-        element = TYPES[self.cache].itemsize * self.head_dim + (self.cache != "bf16") * 4
+        element = CACHE_TYPES[self.cache].itemsize * self.head_dim + (self.cache != "bf16") * 4
         rows = 2 * 2 * self.num_tokens * self.num_heads * self.head_dim
         return rows + 2 * self.num_keys * self.num_kv_heads * element
 
@@ -72,7 +71,7 @@ class _Shape:
 def cases() -> Iterator[Case]:
     """The issue's goals first; then what else a decode worker meets."""
     for batch, (length, goal) in GOALS.items():
-        for cache in TYPES:
+        for cache in CACHE_TYPES:
             name = f"batch {batch} x {length}"
             yield _case(
                 f"{name}, {cache}",
@@ -103,7 +102,7 @@ def cases() -> Iterator[Case]:
         in_ci=True,
     )
     for head_dim in (64, 80, 96, 192, 256):
-        for cache in TYPES:
+        for cache in CACHE_TYPES:
             yield _case(
                 f"batch 16 x 2048, heads of {head_dim}, {cache}",
                 _equal(16, head_dim=head_dim, cache=cache),
@@ -148,7 +147,7 @@ def _case(name: str, shape: _Shape, **goals: Any) -> Case:
 
 def _candidates(shape: _Shape, chip: Chip) -> Mapping[str, Callable[[torch.device, Chip], Work]]:
     """Those that the chip has the shared memory for, by what the pipeline keeps there."""
-    itemsize = TYPES[shape.cache].itemsize
+    itemsize = CACHE_TYPES[shape.cache].itemsize
     return {
         str(config): partial(_work, shape, config)
         for config in candidates(itemsize, shape.head_dim)
@@ -186,7 +185,7 @@ def _cache(shape: _Shape, device: torch.device) -> tuple[KvLayer, torch.Tensor]:
     num_blocks = len(shape.contexts) * per_seq
     size = (num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
     (k, k_scale), (v, v_scale) = (
-        quantised(torch.randn(size, device=device, dtype=torch.bfloat16), TYPES[shape.cache])
+        quantised(torch.randn(size, device=device, dtype=torch.bfloat16), CACHE_TYPES[shape.cache])
         for _ in range(2)
     )
     tables = torch.randperm(num_blocks, device=device, dtype=torch.int32)

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from kvferry.bench.kernel_cases.case import Case, Limit, Work
+from kvferry.bench.kernel_cases.case import CACHE_TYPES, Case, Limit, Work
 from kvferry.kernels.chips import Chip
 from kvferry.kernels.kv_layer import QUANTISED_TYPES
 from kvferry.kernels.kv_pack import reference
@@ -22,7 +22,6 @@ from kvferry.kernels.kv_pack.slab import (
     slab_shape,
 )
 
-TYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 BLOCK_SIZE = 16
 NUM_HEADS = 8
 """KV heads of Llama-3-8B and 70B."""
@@ -45,7 +44,7 @@ class _Shape:
         rows = 2 * self.num_layers * self.num_tokens * (self.heads[1] - self.heads[0])
         head_nbytes = (
             self.head_dim * dtype.itemsize + 4 * (dtype in QUANTISED_TYPES)
-            for dtype in (TYPES[self.cache], TYPES[self.wire])
+            for dtype in (CACHE_TYPES[self.cache], CACHE_TYPES[self.wire])
         )
         return rows * sum(head_nbytes)
 
@@ -155,7 +154,7 @@ def _inputs(shape: _Shape, device: torch.device) -> tuple[KvSlots, Tokens, SlabS
     """A cache twice as large as the sequence, whose blocks lie in it in random order."""
     num_blocks = 2 * shape.num_tokens // BLOCK_SIZE
     slots = (shape.num_layers, 2, num_blocks * BLOCK_SIZE, NUM_HEADS)
-    dtype = TYPES[shape.cache]
+    dtype = CACHE_TYPES[shape.cache]
     elements = torch.randn(*slots, shape.head_dim, device=device, dtype=torch.bfloat16)
     scales = torch.rand(slots, device=device) if dtype in QUANTISED_TYPES else None
     kv = KvSlots(elements.to(dtype), scales)
@@ -169,7 +168,7 @@ def _inputs(shape: _Shape, device: torch.device) -> tuple[KvSlots, Tokens, SlabS
         generations=Generations(live, torch.zeros_like(live)),
     )
     layers = 0, shape.num_layers
-    return kv, tokens, slab_shape(kv, tokens, layers, shape.heads, TYPES[shape.wire])
+    return kv, tokens, slab_shape(kv, tokens, layers, shape.heads, CACHE_TYPES[shape.wire])
 
 
 def _slab(shape: SlabShape, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from kvferry.bench.kernel_cases.case import Case, Limit, Work
+from kvferry.bench.kernel_cases.case import CACHE_TYPES, Case, Limit, Work
 from kvferry.kernels.chips import Chip
 from kvferry.kernels.kv_layer import KvLayer, quantised
 from kvferry.kernels.rope_kv_write import reference
@@ -16,7 +16,6 @@ from kvferry.kernels.rope_kv_write.wrapper import rope_kv_write_launch
 
 EPS = 1e-6
 BLOCK_SIZE = 16
-TYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 # One rounding of bf16; where the order of float32 operations moves a value across it, a step of
 # the cache's type: 1 of 127, or 32 of 448.
 TOLERANCES = {"bf16": 2**-7, "int8": 2**-6, "fp8": 2**-3}
@@ -37,14 +36,14 @@ class _Shape:
         kv_heads = 2 * self.num_kv_heads
         read = 2 * self.head_dim * (self.num_heads + kv_heads + 1) + 8
         scale = 0 if self.cache == "bf16" else 4
-        cached = kv_heads * (TYPES[self.cache].itemsize * self.head_dim + scale)
+        cached = kv_heads * (CACHE_TYPES[self.cache].itemsize * self.head_dim + scale)
         return self.num_tokens * (read + 2 * self.head_dim * self.num_heads + cached)
 
 
 def cases() -> Iterator[Case]:
     """Llama-3-8B's heads, with Qwen3's norm, and Llama-3-70B's."""
     for num_tokens in (64, 8192):
-        for cache in TYPES:
+        for cache in CACHE_TYPES:
             yield _case(
                 f"{num_tokens} tokens, {cache}",
                 _Shape(num_tokens=num_tokens, cache=cache),
@@ -83,7 +82,7 @@ def _work(shape: _Shape, device: torch.device, chip: Chip) -> Work:
         weight = torch.randn(head_dim, device=device, dtype=torch.bfloat16)
     empty = torch.zeros(num_tokens // BLOCK_SIZE, BLOCK_SIZE, num_kv_heads, head_dim, device=device)
     (k_cache, k_scale), (v_cache, v_scale) = (
-        quantised(empty, TYPES[shape.cache]) for _ in range(2)
+        quantised(empty, CACHE_TYPES[shape.cache]) for _ in range(2)
     )
     kv = KvLayer(k_cache, v_cache, k_scale, v_scale)
     out = torch.empty(num_tokens, shape.num_heads, head_dim, device=device, dtype=torch.bfloat16)
