@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from meta_tensors import empty, int32, int64
 
 from kvferry.kernels.aot import identity
 from kvferry.kernels.chips import CHIPS
@@ -22,18 +23,6 @@ from kvferry.kernels.rope_kv_write.wrapper import rope_kv_write_launch
 
 H100 = CHIPS["H100"]
 SIZES = (1, 2, 16, 17, 48, 1000)
-
-
-def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.empty(*shape, dtype=dtype, device="meta")
-
-
-def int32(*shape: int) -> torch.Tensor:
-    return empty(*shape, dtype=torch.int32)
-
-
-def int64(*shape: int) -> torch.Tensor:
-    return empty(*shape, dtype=torch.int64)
 
 
 LAYER = KvLayer(empty(1000, 16, 8, 128), empty(1000, 16, 8, 128))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from meta_tensors import empty, floats, int32, int64
 
 from kvferry.kernels.aot import identity
 from kvferry.kernels.chips import CHIPS
@@ -28,22 +29,6 @@ from kvferry.kernels.sampling.tensors import SampledTokens, SamplingTensors, Top
 H100 = CHIPS["H100"]
 SIZES = (1, 2, 3, 16, 48, 1000)
 SIZE = 4096
-
-
-def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.empty(*shape, dtype=dtype, device="meta")
-
-
-def floats(*shape: int) -> torch.Tensor:
-    return empty(*shape, dtype=torch.float32)
-
-
-def int32(*shape: int) -> torch.Tensor:
-    return empty(*shape, dtype=torch.int32)
-
-
-def int64(*shape: int) -> torch.Tensor:
-    return empty(*shape, dtype=torch.int64)
 
 
 def norms() -> Iterator[Launch]:
