@@ -158,9 +158,17 @@ def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
     return worst / largest
 
 
-def run_cases(cases: Sequence[Case], bench: Bench, deadline: float) -> list[Result]:
+def run_cases(
+    cases: Sequence[Case],
+    bench: Bench,
+    deadline: float,
+    say: Callable[[str], object] = lambda text: None,
+) -> list[Result]:
     """Results in the order of the cases. Those with goals run first; what the clock leaves no time
     for is noted as skipped.
+
+    ``say`` gets each name before and each result after its run: a kernel that hangs or breaks the
+    device is known by name then, and what came before it is not lost.
     """
     order = sorted(range(len(cases)), key=lambda n: not _has_goal(cases[n]))
     results: dict[int, Result] = {}
@@ -168,8 +176,16 @@ def run_cases(cases: Sequence[Case], bench: Bench, deadline: float) -> list[Resu
         if bench.clock() >= deadline:
             results[number] = Result(case=cases[number], notes=["skipped: out of time"])
         else:
+            say(f"{cases[number].kernel}: {cases[number].name}: ")
             results[number] = run_case(cases[number], bench)
+            say(_in_short(results[number]) + "\n")
     return [results[number] for number in range(len(cases))]
+
+
+def _in_short(result: Result) -> str:
+    times = [f"{name} {timing.seconds * 1e6:.1f} µs" for name, timing in result.timings.items()]
+    error = [] if result.error is None else [f"error {result.error:.2g}"]
+    return ", ".join([*times, *error, *result.notes])
 
 
 def _has_goal(case: Case) -> bool:

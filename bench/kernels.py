@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 
@@ -86,7 +87,7 @@ def device_report(
     built = _compile(cases, [bench.chip], processes, lambda: bench.clock() - started < budget_s / 2)
     rows, wrong = compiled_rows(built)
     limits = measure_device_limits(bench)
-    results = run_cases(cases, bench, started + budget_s)
+    results = run_cases(cases, bench, started + budget_s, _say)
     measured: dict[str, Scalar] = {
         "chip": bench.chip.name,
         "measured_copy_bytes_per_s": limits.copy_bytes_per_s,
@@ -117,7 +118,7 @@ def tuning_report(
     flat = [variant for group in tuned for variant in group]
     built = _compile(flat, [bench.chip], processes, lambda: bench.clock() - started < budget_s / 2)
     limits = measure_device_limits(bench)
-    results = run_cases(flat, bench, started + budget_s)
+    results = run_cases(flat, bench, started + budget_s, _say)
     rows = device_rows(results, limits, compiled_by_case(built))
     return Report(
         bench="kernels",
@@ -142,6 +143,10 @@ def _compile(
             in_time=in_time,
             progress=lambda done, total: progress.update(task, completed=done, total=total),
         )
+
+
+def _say(text: str) -> None:
+    print(text, end="", file=sys.stderr, flush=True)
 
 
 def _compiled(wrong: int, rows: Sequence[object]) -> Claim:

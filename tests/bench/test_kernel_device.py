@@ -188,6 +188,28 @@ def test_cases_with_goals_go_first_and_the_rest_is_said_to_be_skipped() -> None:
     assert results[-1].notes == ["skipped: out of time"]
 
 
+def test_a_case_is_named_before_it_runs_and_its_result_follows_at_once() -> None:
+    """The last name on the screen is that of the kernel that never returned."""
+    said: list[str] = []
+
+    def noting(device: torch.device, chip: Chip) -> Work:
+        said.append("made")
+        return norm_work(32, device, chip)
+
+    def broken(device: torch.device, chip: Chip) -> Work:
+        raise RuntimeError("no memory")
+
+    cases = [
+        norm_case("good", make=noting, nbytes=1 << 30),
+        norm_case("bad", make=broken),
+    ]
+    run_cases(cases, bench(FakeTimer(lambda call: 2e-6)), 1.0, said.append)
+    assert said[:2] == ["rms_norm: good: ", "made"]
+    good, name, bad = [text for text in said[2:] if text != "made"]
+    assert good.startswith(f"{OURS} 2.0 µs, error ")
+    assert (name, bad) == ("rms_norm: bad: ", "cannot: no memory\n")
+
+
 def test_limits_are_a_copy_and_a_product() -> None:
     found = measure_device_limits(bench(FakeTimer(lambda call: 1e-3)))
     assert found.copy_bytes_per_s == pytest.approx((1 << 20) / 1e-3)
