@@ -5,6 +5,8 @@ The inputs are those of `kvferry bench kernels`, the references plain torch on t
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 import torch
 
@@ -16,8 +18,13 @@ from kvferry.kernels.flash_decoding import wrapper as decoding
 from kvferry.kernels.flash_decoding.splits import SplitPlan
 from kvferry.kernels.kv_layer import KvLayer
 from kvferry.kernels.launch import Launch, chip_of
+from kvferry.kernels.quant_matmul import reference as quant_reference
+from kvferry.kernels.quant_matmul.wrapper import quant_matmul
 from kvferry.kernels.rms_norm import reference as norm_reference
 from kvferry.kernels.rms_norm import wrapper as norm
+from kvferry.kernels.sampling import reference as sampling_reference
+from kvferry.kernels.sampling import wrapper as sampling
+from kvferry.kernels.sampling.tensors import SamplingTensors
 
 pytestmark = pytest.mark.gpu
 
@@ -98,3 +105,59 @@ def test_a_graph_of_the_norm_reads_its_inputs_anew() -> None:
         expected, sums = norm_reference.add_rms_norm(x, residual, weight, 1e-5)
         assert relative_error(out, expected) <= TOLERANCE
         assert relative_error(total, sums) <= TOLERANCE
+
+
+def sampling_rows(rows: int, device: torch.device) -> SamplingTensors:
+    """Every third row greedy, every third with top-k, every third with top-p and min-p."""
+    kind = torch.arange(rows, device=device) % 3
+    return SamplingTensors(
+        temperature=torch.where(kind == 0, 0.0, 0.8),
+        top_k=torch.where(kind == 1, 50, 0).int(),
+        top_p=torch.where(kind == 2, 0.9, 1.0),
+        min_p=torch.where(kind == 2, 0.01, 0.0),
+        seed=torch.arange(rows, device=device) * 2**61,
+        sample_index=torch.zeros(rows, device=device, dtype=torch.int32),
+        position=torch.arange(rows, device=device),
+    )
+
+
+def row_of(params: SamplingTensors, row: int) -> SamplingTensors:
+    parts = {
+        field.name: getattr(params, field.name)[row : row + 1].clone()
+        for field in fields(params)
+        if field.name != "filtered"
+    }
+    return SamplingTensors(**parts)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_logits_that_are_not_finite_are_found(dtype: torch.dtype) -> None:
+    """A chip's max passes over NaN where the interpreter's keeps it. Rows at an odd stride."""
+    device, vocab_size = cuda(), 50001
+    logits = (torch.randn(13, vocab_size + 2, device=device) * 2.5).to(dtype)
+    logits[:, vocab_size:] = torch.nan
+    params = sampling_rows(len(logits), device)
+    for row, value in ((1, torch.nan), (3, torch.inf), (5, -torch.inf), (6, torch.nan)):
+        logits[row, 777 * row] = value
+    logits[8] = torch.nan
+    logits[10] = -torch.inf
+    got = sampling.sample(logits, params, vocab_size)
+    expected = sampling_reference.sample(logits, params, vocab_size)
+    assert got.invalid.nonzero().flatten().tolist() == [1, 3, 5, 6, 8, 10]
+    assert torch.equal(got.invalid, expected.invalid)
+    assert torch.equal(got.token_ids, expected.token_ids)
+    for row in range(len(logits)):
+        alone = sampling.sample(logits[row : row + 1], row_of(params, row), vocab_size)
+        assert torch.equal(alone.token_ids, got.token_ids[row : row + 1])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantised_rows_are_the_same_in_any_batch(bits: int) -> None:
+    device = cuda()
+    weight = quant_reference.quantise(torch.randn(1000, 1024, device=device), bits, 128)
+    x = torch.randn(600, 1024, device=device, dtype=torch.bfloat16)
+    out = quant_matmul(x, weight, batch_invariant=True)
+    assert relative_error(out, quant_reference.quant_matmul(x, weight)) <= TOLERANCE
+    for m in (1, 7, 16, 64, 65, 257):
+        assert torch.equal(quant_matmul(x[:m], weight, batch_invariant=True), out[:m])
+        assert torch.equal(quant_matmul(x[-m:], weight, batch_invariant=True), out[-m:])
