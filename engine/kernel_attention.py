@@ -50,6 +50,8 @@ class KernelAttention:
         self._invariant_split = INVARIANT_SPLIT if batch_invariant else None
         self._split_plans: dict[tuple[int, int], SplitPlan] = {}
         self._workspace: Workspace | None = None
+        if not self._layers[0].is_quantised and kv.dtype is not dtype:
+            raise ValueError(f"kv: queries of {dtype} read no cache of {kv.dtype}")
         if self._layers[0].is_quantised:
             self._workspace = Workspace.allocate(
                 min(max_model_len, kv.num_blocks * kv.block_size),

@@ -16,8 +16,9 @@ import torch
 
 from kvferry.engine.plan import Int32, Int64, StepPlan
 from kvferry.engine.upload import uploaded
+from kvferry.kernels.flash_decoding.splits import MAX_QUERY_LEN
 
-SHORT_QUERY_LEN = 16
+SHORT_QUERY_LEN = MAX_QUERY_LEN
 """Tokens of a sequence that decodes or verifies a draft, at most."""
 
 

@@ -14,7 +14,8 @@ from kvferry.kernels.flash_attention.tiles import convert, fold, load, load_rows
 from kvferry.kernels.language import narrow
 
 
-@triton.jit
+# Tables grow with the step: a stride that was part of the code would compile anew.
+@triton.jit(do_not_specialize=["table_stride"])
 def flash_attention_kernel(
     p_q,
     p_k,

@@ -92,7 +92,8 @@ def fold(
     if TAIL:
         b_s = dot(q[1], tl.trans(tail[0]), b_s)
     if KIND != FLOAT:
-        b_s = b_s * (b_k_scale * scale)[None, :]
+        b_raw, b_scale = b_s, (b_k_scale * scale)[None, :]
+        b_s = b_s * b_scale
     elif CAPPED:
         b_s = b_s * scale
     if CAPPED:
@@ -102,7 +103,15 @@ def fold(
     if KIND != FLOAT or CAPPED:
         b_new_max = tl.maximum(b_max, tl.max(b_s, 1))
         b_shift = tl.where(b_new_max == float("-inf"), 0.0, b_new_max) if MASKED else b_new_max
-        b_p = tl.exp2(b_s - b_shift[:, None])
+        if CAPPED:
+            b_s = b_s - b_shift[:, None]
+        else:
+            # Left alone, the compiler fuses product and difference where no mask is between them,
+            # and a row's bits depend on which of its tiles have masks.
+            b_s = tl.fma(b_raw, b_scale, -b_shift[:, None])
+            if MASKED:
+                b_s = tl.where(m_seen, b_s, float("-inf"))
+        b_p = tl.exp2(b_s)
     else:
         # One multiply-add per score: the scale is positive, so it may follow the maximum.
         b_new_max = tl.maximum(b_max, tl.max(b_s, 1) * scale)

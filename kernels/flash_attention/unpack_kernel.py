@@ -8,7 +8,8 @@ import triton.language as tl
 from kvferry.kernels.language import FLOAT, cache_to, narrow
 
 
-@triton.jit
+# Tables grow with the step: a stride that was part of the code would compile anew.
+@triton.jit(do_not_specialize=["table_stride"])
 def unpack_kernel(
     p_k,
     p_v,

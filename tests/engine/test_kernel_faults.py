@@ -8,7 +8,7 @@ import torch
 from step_plans import step_plan
 from tiny_models import dense_attend
 
-from kvferry.bench.engine_check import Setting, on_backend, random_decoder
+from kvferry.bench.engine_check import Setting, largest_error, on_backend, random_decoder
 from kvferry.cache.paged import PagedKV
 from kvferry.engine.runner import ModelRunner
 from kvferry.kernels.ops import Backend
@@ -109,3 +109,15 @@ def test_a_draft_ends_at_exactly_the_context_limit(kv_dtype: torch.dtype, seeded
     tokens = np.random.default_rng(seeded).integers(BAD, size=LIMIT).tolist()
     for end, new in ((LIMIT - 5, LIMIT - 5), (LIMIT - 1, 4), (LIMIT, 1), (LIMIT, 5), (LIMIT, 20)):
         worker.check([tokens[:end]], [new])
+
+
+def test_a_cache_of_another_float_type_is_refused_at_the_start() -> None:
+    """What can never work says so before the first step."""
+    setting = Setting(
+        backend=Backend.TRITON,
+        device=torch.device("cpu"),
+        dtype=torch.bfloat16,
+        kv_dtype=torch.float16,
+    )
+    with pytest.raises(ValueError, match=r"kv: .*bfloat16.*float16"):
+        largest_error(random_decoder(parse_spec(CONFIG), 0), setting)
