@@ -78,6 +78,21 @@ def _block_of(
         return tl.load(p_table + o_key // BLOCK_SIZE, mask=m_key, other=0).to(tl.int64)
 
 
+@triton.jit
+def _add_scaled(b_acc, b_p, b_scale, b_v, INVARIANT: tl.constexpr, DTYPE: tl.constexpr):
+    """acc + (p * scale) @ v of one tile: weights [M, N], scales [N], elements of a cache [N, D]."""
+    if INVARIANT:
+        # bf16 holds every element of a cache, and weights of any size.
+        b_weight = narrow(b_p * b_scale[None, :], tl.bfloat16)
+        return dot(b_weight, narrow(b_v.to(tl.float32), tl.bfloat16), b_acc)
+    else:
+        # Relative to the tile's largest scale, weights stay within [0, 1], as float16 needs them.
+        # Which is the largest depends on the other queries of a draft.
+        largest = tl.maximum(tl.max(b_scale, 0), 1e-30)
+        b_weight = narrow(b_p * (b_scale / largest)[None, :], DTYPE)
+        return b_acc + dot(b_weight, b_v, tl.zeros_like(b_acc)) * largest
+
+
 # What differs from step to step is no part of the code: nothing is compiled between two steps.
 @triton.jit(do_not_specialize=["table_stride"])
 def flash_decoding_kernel(
@@ -110,6 +125,7 @@ def flash_decoding_kernel(
     KIND: tl.constexpr,
     SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
+    INVARIANT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -184,15 +200,12 @@ def flash_decoding_kernel(
             b_sum = b_sum * b_rescale + b_p
             b_max = b_new_max
             b_v = unpack(tl.load(p_v + o_kv, mask=m_kv, other=0), KIND, DTYPE, True)
+            b_acc *= b_rescale
             if KIND == FLOAT:
-                b_acc = dot(narrow(b_p, DTYPE), b_v, b_acc * b_rescale)
+                b_acc = dot(narrow(b_p, DTYPE), b_v, b_acc)
             else:
-                # Scales relative to the tile's largest keep p within [0, 1], as float16 needs it.
                 b_scale = tl.load(p_v_scale + o_scale, mask=m_key, other=0.0)
-                largest = tl.maximum(tl.max(b_scale, 0), 1e-30)
-                b_p = narrow(b_p * (b_scale / largest)[None, :], DTYPE)
-                b_pv = dot(b_p, b_v, tl.zeros([BLOCK_M, BLOCK_D], tl.float32))
-                b_acc = b_acc * b_rescale + b_pv * largest
+                b_acc = _add_scaled(b_acc, b_p, b_scale, b_v, INVARIANT, DTYPE)
             i_block = i_next_block
 
         b_total = tl.sum(b_sum, 1)

@@ -135,6 +135,7 @@ def flash_decoding_launches(
             "KIND": kind_of(kv.k.dtype, chip),
             "SOFTCAP": softcap is not None,
             "WINDOW": window is not None,
+            "INVARIANT": splits.split_tiles > 0,
             "BLOCK_M": splits.rows_per_tile,
             "BLOCK_N": splits.config.tile,
             "BLOCK_D": next_power_of_2(kv.head_dim),

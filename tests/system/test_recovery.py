@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from contextlib import aclosing
 
 import pytest
@@ -35,15 +36,20 @@ async def read(system: LocalSystem, after: int, act) -> list[int]:
 @pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
 @pytest.mark.parametrize("after", [1, 5])
 async def test_a_lost_session_is_followed_by_another_attempt(name: str, after: int) -> None:
-    gate = HoldAt("decoding")
-    async with local_system(local_config(), decode_gate=gate) as system:
+    is_cut = threading.Event()
+
+    def hold(plan: StepPlan) -> None:
+        """Steps past the first ``after`` tokens wait until the session is cut."""
+        if plan.context_lens.max() >= len(PROMPT) + after - 1:
+            assert is_cut.wait(30)
+
+    config = local_config()
+    async with local_system(config, lambda size: fake_backend(size, before_execute=hold)) as system:
 
         def cut() -> None:
             system.dial.streams[name].cut()
-            gate.open()
+            is_cut.set()
 
-        if after > 1:
-            gate.open()
         assert await read(system, after, cut) == expected(PROMPT, 20)
         await system.settled()
         if name == "decode-0":
