@@ -17,12 +17,13 @@ import torch
 from kvferry.cache.paged import PagedKV
 from kvferry.engine.plan import Int32
 from kvferry.engine.step_tensors import StepTensors
-from kvferry.kernels.flash_attention.device_plan import PrefillPlan, uploaded
+from kvferry.kernels.flash_attention.device_plan import PrefillPlan
 from kvferry.kernels.flash_attention.workspace import Workspace
 from kvferry.kernels.flash_decoding.splits import INVARIANT_SPLIT, SplitPlan
 from kvferry.kernels.kv_layer import KvLayer
 from kvferry.kernels.launch import chip_of, next_power_of_2
 from kvferry.kernels.ops import Ops
+from kvferry.kernels.upload import uploaded
 from kvferry.models.decoder import Attend, Heads
 
 
@@ -91,9 +92,9 @@ class KernelAttention:
         device = self._layers[0].k.device
         # Padding rows have no tokens, and block 0 as their table, which nothing reads.
         starts = np.pad(tensors.query_starts[: num_seqs + 1], (0, padding), mode="edge")
-        query_starts = torch.from_numpy(starts.astype(np.int32)).to(device)
-        context_lens = _padded(tensors.context_lens[:num_seqs], padding).to(device)
-        tables = _padded(tensors.block_tables[:num_seqs], padding).to(device)
+        query_starts = uploaded(starts.astype(np.int32), device)
+        context_lens = uploaded(_padded(tensors.context_lens[:num_seqs], padding), device)
+        tables = uploaded(_padded(tensors.block_tables[:num_seqs], padding), device)
         self._ops.plan_splits(context_lens, query_starts, plan)
 
         def attend(q: torch.Tensor, kv: KvLayer, out: torch.Tensor) -> None:
@@ -129,9 +130,9 @@ class KernelAttention:
         lengths = np.diff(starts), tensors.context_lens[seqs]
         plan = PrefillPlan.of(*lengths, device=device)
         workspace = None if self._workspace is None else self._workspace.for_step(*lengths)
-        query_starts = uploaded(starts - starts[0], device)
-        context_lens = uploaded(tensors.context_lens[seqs], device)
-        tables = uploaded(tensors.block_tables[seqs], device)
+        query_starts = uploaded((starts - starts[0]).astype(np.int32), device)
+        context_lens = uploaded(tensors.context_lens[seqs].copy(), device)
+        tables = uploaded(tensors.block_tables[seqs].copy(), device)
 
         def attend(q: torch.Tensor, kv: KvLayer, out: torch.Tensor) -> None:
             self._ops.flash_attention(
@@ -171,7 +172,7 @@ def _scale(q: torch.Tensor) -> float:
     return float(q.shape[-1] ** -0.5)
 
 
-def _padded(rows: Int32, count: int) -> torch.Tensor:
+def _padded(rows: Int32, count: int) -> Int32:
     """``count`` more rows of zeros behind those given."""
     widths = [(0, count)] + [(0, 0)] * (rows.ndim - 1)
-    return torch.from_numpy(np.pad(rows, widths))
+    return np.pad(rows, widths)

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from kvferry.engine.plan import LogitEdits, RowLogprobs, SamplingRows, StepResult
-from kvferry.engine.upload import uploaded
 from kvferry.kernels.ops import Ops
 from kvferry.kernels.sampling.tensors import (
     EditTensors,
@@ -21,6 +20,7 @@ from kvferry.kernels.sampling.tensors import (
     SampledTokens,
     SamplingTensors,
 )
+from kvferry.kernels.upload import uploaded
 
 
 class KernelSampler:

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from kvferry.engine.plan import Int32, Int64, StepPlan
-from kvferry.engine.upload import uploaded
 from kvferry.kernels.flash_decoding.splits import MAX_QUERY_LEN
+from kvferry.kernels.upload import uploaded
 
 SHORT_QUERY_LEN = MAX_QUERY_LEN
 """Tokens of a sequence that decodes or verifies a draft, at most."""

@@ -11,6 +11,8 @@ from kvferry.kernels.chips import Chip
 
 FLOAT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 QUANTISED_TYPES = (torch.int8, torch.float8_e4m3fn)
+HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+"""What attention has tiles for."""
 
 LEAST_SCALE = 2.0**-126
 """The least normal float32. The inverse of what is much smaller would be infinite."""

@@ -18,8 +18,8 @@ from kvferry.kernels.flash_attention.configs import Config, candidates, config_f
 from kvferry.kernels.flash_attention.device_plan import PrefillPlan
 from kvferry.kernels.flash_attention.unpack import unpack_launch
 from kvferry.kernels.flash_attention.workspace import BLOCK_TOKENS, StepWorkspace, Workspace
-from kvferry.kernels.flash_attention.wrapper import HEAD_DIMS, flash_attention_launch
-from kvferry.kernels.kv_layer import KvLayer, quantised
+from kvferry.kernels.flash_attention.wrapper import flash_attention_launch
+from kvferry.kernels.kv_layer import HEAD_DIMS, KvLayer, quantised
 
 MIXED = (
     (2048, 6144), (1, 4000), (512, 0), (96, 8000), (1024, 1024), (33, 0), (700, 300), (2048, 0),

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from kvferry.kernels.flash_attention.plan import TILE_ROWS, Lengths, tiles_of
+from kvferry.kernels.upload import uploaded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -34,11 +32,3 @@ class PrefillPlan:
         """Tiles of all sequences. Raises ValueError for lengths that no step has."""
         tiles = tiles_of(query_lens, context_lens, window=window, rows=rows)
         return cls(rows=rows, tiles=uploaded(tiles, device))
-
-
-def uploaded(numbers: NDArray[Any], device: torch.device | str) -> torch.Tensor:
-    """Numbers as int32 on a device, for whose arrival the host does not wait."""
-    host = torch.from_numpy(numbers.astype(np.int32))
-    if torch.device(device).type == "cuda":
-        return host.pin_memory().to(device, non_blocking=True)
-    return host.to(device)

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvferry.kernels.flash_attention.device_plan import uploaded
 from kvferry.kernels.flash_attention.plan import Lengths
 from kvferry.kernels.kv_layer import KvLayer
+from kvferry.kernels.upload import uploaded
 
 BLOCK_TOKENS = 128
 """A multiple of the keys of any tile."""
@@ -94,11 +94,12 @@ class Workspace:
         held = np.minimum(num_tokens[seqs] - first_token, BLOCK_TOKENS)
         width = int(end.max(initial=0))
         tables = np.maximum(0, np.arange(width) + shift[:, None])
+        blocks = np.stack([seqs, first_token, held], axis=1)
         device = self.elements.device
         return StepWorkspace(
             elements=self.elements,
-            blocks=uploaded(np.stack([seqs, first_token, held], axis=1), device),
-            tables=uploaded(tables, device),
+            blocks=uploaded(blocks.astype(np.int32), device),
+            tables=uploaded(tables.astype(np.int32), device),
         )
 
 

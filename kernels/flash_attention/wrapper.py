@@ -14,10 +14,8 @@ from kvferry.kernels.flash_attention.device_plan import PrefillPlan
 from kvferry.kernels.flash_attention.kernel import flash_attention_kernel
 from kvferry.kernels.flash_attention.unpack import unpack_launch
 from kvferry.kernels.flash_attention.workspace import StepWorkspace
-from kvferry.kernels.kv_layer import FLOAT_TYPES, KvLayer, kind_of
+from kvferry.kernels.kv_layer import FLOAT_TYPES, HEAD_DIMS, KvLayer, kind_of
 from kvferry.kernels.launch import Launch, chip_of, require
-
-HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 
 
 def flash_attention(

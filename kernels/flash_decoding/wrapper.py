@@ -9,13 +9,12 @@ from kvferry.kernels.chips import Chip
 from kvferry.kernels.flash_decoding.kernel import (
     flash_decoding_kernel,
     merge_splits_kernel,
-    plan_splits_kernel,
 )
+from kvferry.kernels.flash_decoding.plan_kernel import plan_splits_kernel
 from kvferry.kernels.flash_decoding.splits import SplitPlan
-from kvferry.kernels.kv_layer import KvLayer, kind_of
+from kvferry.kernels.kv_layer import HEAD_DIMS, KvLayer, kind_of
 from kvferry.kernels.launch import Launch, chip_of, next_power_of_2, require
 
-HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 MERGED_AT_ONCE = 32
 """Partial results that the merge holds in registers; fixed, as it is an order of addition."""
 _TL_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}

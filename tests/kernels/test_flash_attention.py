@@ -15,7 +15,7 @@ from kvferry.kernels.chips import CHIPS, INTERPRETER
 from kvferry.kernels.flash_attention import reference, wrapper
 from kvferry.kernels.flash_attention.configs import Config, candidates, config_for, shared_nbytes
 from kvferry.kernels.flash_attention.device_plan import PrefillPlan
-from kvferry.kernels.kv_layer import KvLayer
+from kvferry.kernels.kv_layer import HEAD_DIMS, KvLayer
 from kvferry.kernels.launch import chip_of
 
 # One rounding of the weights, one of the output, and where the cache is float32 one of k and v;
@@ -48,7 +48,7 @@ def check(prompts: Prompts) -> None:
     seed=st.integers(0, 2**32 - 1),
     lengths=st.lists(LENGTHS, min_size=1, max_size=2),
     heads=st.sampled_from([(1, 1), (2, 1), (1, 3), (2, 2), (1, 5), (1, 8)]),
-    head_dim=st.sampled_from(wrapper.HEAD_DIMS),
+    head_dim=st.sampled_from(HEAD_DIMS),
     block_size=st.sampled_from([8, 16, 24, 32, 48, 256]),
     types=st.sampled_from(TYPES),
     window=st.none() | st.integers(1, 45),
@@ -86,7 +86,7 @@ def test_equals_the_reference(
     )
 
 
-@pytest.mark.parametrize("head_dim", wrapper.HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("block_size", [8, 32])
 def test_head_dims(head_dim: int, block_size: int, seeded: int) -> None:
     """By pointers and by descriptors, with a full tile, one at the diagonal and a tail."""
@@ -188,7 +188,7 @@ def test_no_tokens() -> None:
 
 
 @pytest.mark.parametrize("chip", CHIPS.values(), ids=list(CHIPS))
-@pytest.mark.parametrize("head_dim", wrapper.HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
 def test_tiles_fit_in_shared_memory(chip: object, head_dim: int, dtype: torch.dtype) -> None:
     k = torch.empty(4, 128, 2, head_dim, dtype=dtype, device="meta")

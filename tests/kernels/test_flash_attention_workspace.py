@@ -18,7 +18,7 @@ from kvferry.kernels.flash_attention import wrapper
 from kvferry.kernels.flash_attention.device_plan import PrefillPlan
 from kvferry.kernels.flash_attention.unpack import unpack_launch
 from kvferry.kernels.flash_attention.workspace import BLOCK_TOKENS, StepWorkspace, Workspace
-from kvferry.kernels.kv_layer import dequantised
+from kvferry.kernels.kv_layer import HEAD_DIMS, dequantised
 
 # One rounding of k and v, of the weights and of the output, as over a float32 cache: averaging v
 # makes outputs smaller than what was rounded, hence not 2^-9 and 2^-12. In float32 the order of
@@ -88,7 +88,7 @@ def check_elements(prompts: Prompts) -> None:
     seed=st.integers(0, 2**32 - 1),
     lengths=st.lists(LENGTHS, min_size=1, max_size=3),
     num_kv_heads=st.integers(1, 3),
-    head_dim=st.sampled_from(wrapper.HEAD_DIMS),
+    head_dim=st.sampled_from(HEAD_DIMS),
     block_size=st.sampled_from([8, 24, 128, 256]),
     dtype=st.sampled_from(list(BOUNDS)),
     cache_dtype=st.sampled_from(CACHES),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvferry.engine.upload import uploaded
+from kvferry.kernels.upload import uploaded
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.int32, np.float32])
