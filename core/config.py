@@ -31,6 +31,8 @@ def _checked_address(text: str) -> str:
 
 
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
+WireDtype = Literal["float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "int8"]
+TransportName = Literal["loopback", "shm", "tcp", "gloo", "nccl", "cuda_ipc", "nixl"]
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Address = Annotated[str, AfterValidator(_checked_address)]
@@ -108,8 +110,23 @@ class DecodeConfig(PoolConfig):
 class TransferConfig(Section):
     """How KV moves from prefill to decode."""
 
-    transport: Literal["auto", "loopback", "shm"] = Field(
-        "auto", description="Data path of KV; auto takes the fastest that the pair can use."
+    transport: TransportName | Literal["auto"] = Field(
+        "auto", description="Data path of KV; auto measures and takes the fastest."
+    )
+    wire_dtype: WireDtype | None = Field(
+        None,
+        description="Element type of KV on the wire; default: the narrower of the two caches' "
+        "types. Lossy when narrower than the caches; int8 and float8_e4m3fn carry scales.",
+    )
+    push: Literal["auto", "layers", "whole"] = Field(
+        "auto",
+        description="layers: send KV while later layers compute; whole: after the prompt; auto "
+        "decides for each prompt by measured rates.",
+    )
+    streams: int = Field(2, ge=1, le=64, description="TCP connections per link for KV bytes.")
+    trusted_network: bool = Field(
+        False,
+        description="Allow transports that cannot prove who connects to them: gloo and nccl.",
     )
     staging: Bytes = Field(parse_bytes("64MiB"), description="Slab memory per decode worker.")
     slab: Bytes = Field(parse_bytes("2MiB"), description="Slab size aimed at.")

@@ -1,26 +1,73 @@
-"""Endpoints: the transport that each scheme names."""
+"""Endpoints: the transport that each scheme names. One table."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
 
 from kvferry.core.errors import LinkRefused
 from kvferry.kv_transfer import loopback, shm
-from kvferry.kv_transfer.transport import Channel, Listener
-
-TransportName = Literal["auto", "loopback", "shm"]
+from kvferry.kv_transfer.transport import Channel, Connect, Listener
 
 
-def listen(transport: TransportName) -> Listener:
-    """Listen on a fresh endpoint of a transport; ``auto`` is shm."""
-    return loopback.LoopbackListener() if transport == "loopback" else shm.ShmListener()
+class Medium(StrEnum):
+    """What carries the bytes, and so what bounds their rate."""
+
+    MEMORY = "memory"
+    NETWORK = "network"
+    DEVICE = "device"
+
+
+@dataclass(frozen=True, slots=True)
+class ListenOptions:
+    """What a listener needs to know."""
+
+    host: str = "127.0.0.1"
+    """Interface of transports between hosts."""
+    streams: int = 2
+    """TCP connections per link for KV bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transport:
+    """One way to move slabs."""
+
+    name: str
+    medium: Medium
+    listen: Callable[[ListenOptions], Listener]
+    connect: Connect
+    why_not: Callable[[], str | None] = lambda: None
+    """Why this process cannot use it, None when it can: a missing library, no device, ..."""
+    authenticates: bool = True
+    """False: its data path takes whoever connects, so it needs ``trusted_network``."""
+
+
+TRANSPORTS = {
+    transport.name: transport
+    for transport in (
+        Transport(
+            "loopback",
+            Medium.MEMORY,
+            lambda _: loopback.LoopbackListener(),
+            loopback.connect_loopback,
+        ),
+        Transport("shm", Medium.MEMORY, lambda _: shm.listen_shm(), shm.connect_shm),
+    )
+}
+
+
+def listen(name: str, options: ListenOptions | None = None) -> Listener:
+    """Listen on a fresh endpoint of a transport. Raises KeyError for an unknown one."""
+    return TRANSPORTS[name].listen(options or ListenOptions())
 
 
 def connect(endpoint: str, timeout_s: float) -> Channel:
-    """Open a link to ``scheme:name``. Raises LinkRefused, LinkLost."""
-    match endpoint.partition(":")[0]:
-        case shm.SCHEME:
-            return shm.connect_shm(endpoint, timeout_s)
-        case loopback.SCHEME:
-            return loopback.connect_loopback(endpoint, timeout_s)
-    raise LinkRefused(f"{endpoint!r} names no transport; known: {shm.SCHEME}, {loopback.SCHEME}")
+    """Open a link to ``scheme:address``. Raises LinkRefused, LinkLost."""
+    transport = TRANSPORTS.get(endpoint.partition(":")[0])
+    if transport is None:
+        raise LinkRefused(f"{endpoint!r} names no transport; known: {', '.join(TRANSPORTS)}")
+    reason = transport.why_not()
+    if reason is not None:
+        raise LinkRefused(f"{transport.name}: {reason}")
+    return transport.connect(endpoint, timeout_s)

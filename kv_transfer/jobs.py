@@ -14,9 +14,8 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.core.ids import AttemptKey, LeaseId
-from kvferry.kv_transfer.layout import KvLayout
-from kvferry.kv_transfer.plan import Span
+from kvferry.core.ids import AttemptKey, Incarnation, LeaseId
+from kvferry.kv_transfer.layout import KvLayout, Span
 
 
 class Reason(StrEnum):
@@ -71,12 +70,18 @@ class BlockTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendJob:
-    """Ship the KV of tokens [begin, end) to a lease of a receiver."""
+    """Ship the KV of tokens [begin, end) to a lease of one rank of a receiver."""
 
     key: AttemptKey
-    endpoint: str
+    peer: Incarnation
+    """The receiving worker's, as the router says: with the rank it names the link."""
+    endpoints: tuple[str, ...]
+    """Where that rank receives, one per transport."""
     lease: LeaseId
     target: KvLayout
+    target_rank: int = 0
+    wire: str
+    """Element type of the slabs, as the receiver wants it."""
     tokens: Span
     blocks: BlockTable
     chain_hash: bytes = b""
@@ -85,10 +90,12 @@ class SendJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiveJob:
-    """Accept the KV of tokens [begin, end) into leased blocks."""
+    """Accept the KV of tokens [begin, end), of this rank's shard, into leased blocks."""
 
     key: AttemptKey
     lease: LeaseId
+    wire: str
+    """Element type that the slabs must have."""
     tokens: Span
     blocks: BlockTable
     deadline_s: float
@@ -97,17 +104,33 @@ class ReceiveJob:
     """What the sender must present; see ``SendJob``."""
 
 
-@dataclass(frozen=True, slots=True)
-class SendDone:
-    """The receiver verified every slab.
-
-    ``nbytes / busy_s`` is the rate of the packs, resends included in both.
+@dataclass(slots=True)
+class Account:
+    """What one side of a transfer did. Bytes and seconds of the same operations, so that
+    ``nbytes / busy_s`` is the rate of the packs, or of the scatters: resends are in both.
     """
 
+    transport: str = ""
+    nbytes: int = 0
+    busy_s: float = 0.0
+    wire_s: float = 0.0
+    """Sender: bytes in flight, summed over slabs."""
+    credit_s: float = 0.0
+    """Sender: with a slab's bytes ready and no memory granted for it."""
+    wall_s: float = 0.0
+    """From the first slab that stood ready to the last acknowledgement; or, on the receiver, from
+    the first offer to the last scatter."""
+    exposed_s: float = 0.0
+    """Sender: the part of it after all was computed."""
+    resends: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SendDone:
+    """The receiver verified every slab."""
+
     key: AttemptKey
-    nbytes: int
-    busy_s: float
-    wall_s: float
+    account: Account
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,17 +151,11 @@ class SendAborted:
 
 @dataclass(frozen=True, slots=True)
 class ReceiveDone:
-    """All is verified and in the blocks.
-
-    ``nbytes / busy_s`` is the rate of the scatters, damaged ones included.
-    """
+    """All is verified and in the blocks."""
 
     key: AttemptKey
     lease: LeaseId
-    nbytes: int
-    busy_s: float
-    wall_s: float
-    """From the first offer to the last scatter."""
+    account: Account
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,17 +1,65 @@
-"""The shape of one worker's KV cache, as its hello states it (``worker.KvLayout``)."""
+"""The shape of one worker's KV cache, as its hello states it (``worker.KvLayout``), and which part
+of it each of the worker's ranks holds.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvferry.core.config import DTYPE_BYTES
+
+SCALE_BYTES = 4
+"""float32, one per token, head and K or V, in quantised types."""
+QUANTISED_BYTES = {"float8_e4m3fn": 1, "int8": 1}
+ELEMENT_BYTES = DTYPE_BYTES | QUANTISED_BYTES
+
+
+class Span(NamedTuple):
+    """The half-open range [begin, end)."""
+
+    begin: int
+    end: int
+
+    @property
+    def length(self) -> int:
+        return self.end - self.begin
+
+    def overlaps(self, other: Span) -> bool:
+        return self.begin < other.end and other.begin < self.end
+
+    def within(self, other: Span) -> bool:
+        return other.begin <= self.begin < self.end <= other.end
+
+    def common(self, other: Span) -> Span:
+        """What both have; its length is 0 when that is nothing."""
+        begin = max(self.begin, other.begin)
+        return Span(begin, max(begin, min(self.end, other.end)))
+
+
+class Shard(NamedTuple):
+    """Layers and KV heads that one rank holds, in the numbering of the whole model."""
+
+    layers: Span
+    heads: Span
+
+    def token_bytes(self, head_bytes: int) -> int:
+        """K and V of one token. ``head_bytes``: one head of K or V with its scale."""
+        return 2 * self.layers.length * self.heads.length * head_bytes
+
+
+def head_nbytes(head_dim: int, dtype: str) -> int:
+    """K or V of one token, one layer, one head, with its scale in a quantised type."""
+    scale = SCALE_BYTES if dtype in QUANTISED_BYTES else 0
+    return head_dim * ELEMENT_BYTES[dtype] + scale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvLayout:
-    """Shape and element type of a KV cache.
+    """Shape, element type and split of a worker's KV cache.
 
-    Raises ValueError for numbers below 1 and unknown types.
+    Ranks are numbered stage by stage: rank r is tensor-parallel rank ``r % tp`` of pipeline stage
+    ``r // tp``. Raises ValueError for numbers below 1, unknown types, more stages than layers.
     """
 
     num_layers: int
@@ -20,23 +68,48 @@ class KvLayout:
     block_size: int
     """Tokens per block."""
     dtype: str
+    tp: int = 1
+    """Ranks among which each stage splits its heads; above ``num_kv_heads``, heads are held by
+    several."""
+    pp: int = 1
+    """Pipeline stages among which the layers are split."""
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "num_kv_heads", "head_dim", "block_size"):
+        for name in ("num_layers", "num_kv_heads", "head_dim", "block_size", "tp", "pp"):
             if getattr(self, name) < 1:
                 raise ValueError(f"KvLayout.{name} must be at least 1")
-        if self.dtype not in DTYPE_BYTES:
-            raise ValueError(f"KvLayout.dtype {self.dtype!r} is none of {', '.join(DTYPE_BYTES)}")
+        if self.dtype not in ELEMENT_BYTES:
+            raise ValueError(f"KvLayout.dtype {self.dtype!r} is none of {', '.join(ELEMENT_BYTES)}")
+        if self.pp > self.num_layers:
+            raise ValueError(f"KvLayout.pp: {self.pp} stages for {self.num_layers} layers")
 
     @property
-    def flavour(self) -> str:
-        """Element type and scaling: what the bytes of a slab mean."""
-        return self.dtype
+    def num_ranks(self) -> int:
+        return self.tp * self.pp
+
+    def shard(self, rank: int) -> Shard:
+        """What a rank holds. Raises ValueError for a rank that is not there."""
+        if not 0 <= rank < self.num_ranks:
+            raise ValueError(f"rank {rank} of {self.num_ranks}")
+        stage, part = divmod(rank, self.tp)
+        return Shard(
+            _share(self.num_layers, stage, self.pp), _share(self.num_kv_heads, part, self.tp)
+        )
+
+    @property
+    def whole(self) -> Shard:
+        """All layers and heads."""
+        return Shard(Span(0, self.num_layers), Span(0, self.num_kv_heads))
 
     @property
     def head_bytes(self) -> int:
-        """K or V of one token, one layer, one head."""
-        return self.head_dim * DTYPE_BYTES[self.dtype]
+        """K or V of one token, one layer, one head, with its scale."""
+        return head_nbytes(self.head_dim, self.dtype)
+
+    @property
+    def token_bytes(self) -> int:
+        """K and V of one token in all layers and heads."""
+        return self.whole.token_bytes(self.head_bytes)
 
     @property
     def layer_token_bytes(self) -> int:
@@ -44,11 +117,14 @@ class KvLayout:
         return 2 * self.num_kv_heads * self.head_bytes
 
     @property
-    def token_bytes(self) -> int:
-        """K and V of one token in all layers."""
-        return self.num_layers * self.layer_token_bytes
-
-    @property
     def block_bytes(self) -> int:
-        """One block in all layers."""
+        """One block in all layers and heads."""
         return self.block_size * self.token_bytes
+
+
+def _share(count: int, part: int, parts: int) -> Span:
+    """Part of [0, count): sizes differ by one at most; with more parts than things, neighbours
+    share one.
+    """
+    begin = part * count // parts
+    return Span(begin, max(begin + 1, (part + 1) * count // parts))

@@ -17,8 +17,11 @@ _listeners: dict[str, LoopbackListener] = {}
 _listeners_lock = threading.Lock()
 
 
-class LoopbackStaging:
+class LoopbackSlabs:
     """Slabs in one bytearray that both sides hold."""
+
+    is_pulled = False
+    is_device = False
 
     def __init__(self, num_slabs: int, slab_bytes: int) -> None:
         self.shape = (num_slabs, slab_bytes)
@@ -27,6 +30,21 @@ class LoopbackStaging:
     def slab(self, index: int) -> memoryview:
         slab_bytes = self.shape[1]
         return self._bytes[index * slab_bytes : (index + 1) * slab_bytes]
+
+    def push(self, slab: int, grant: int, nbytes: int) -> None:
+        """Nothing to do: the receiver reads the same memory."""
+
+    def in_flight(self, slab: int) -> bool:
+        return False
+
+    def grant(self, slab: int, grant: int) -> None:
+        """Nothing to do: who writes under which grant is the links' business."""
+
+    def pull(self, slab: int, grant: int, nbytes: int) -> None:
+        raise ProtocolError("loopback is not pulled")
+
+    def arrived(self, slab: int, grant: int, nbytes: int) -> bool:
+        return True
 
     def close(self) -> None:
         """Nothing to do: the bytes go with their last holder."""
@@ -38,11 +56,13 @@ class _Wire:
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.closed = False
-        self.staging: LoopbackStaging | None = None
+        self.slabs: LoopbackSlabs | None = None
 
 
 class LoopbackChannel:
     """One side of a link."""
+
+    transport = SCHEME
 
     def __init__(self, wire: _Wire, inbox: deque[bytes], outbox: deque[bytes]) -> None:
         self._wire, self._inbox, self._outbox = wire, inbox, outbox
@@ -76,22 +96,22 @@ class LoopbackChannel:
             self._woken = True
             self._wire.changed.notify_all()
 
-    def grant_staging(self, num_slabs: int, slab_bytes: int, timeout_s: float) -> LoopbackStaging:
-        staging = LoopbackStaging(num_slabs, slab_bytes)
+    def open_inlet(self, num_slabs: int, slab_bytes: int, timeout_s: float) -> LoopbackSlabs:
+        slabs = LoopbackSlabs(num_slabs, slab_bytes)
         with self._wire.changed:
-            self._wire.staging = staging
+            self._wire.slabs = slabs
             self._wire.changed.notify_all()
-        return staging
+        return slabs
 
-    def accept_staging(self, num_slabs: int, slab_bytes: int, timeout_s: float) -> LoopbackStaging:
+    def open_outlet(self, num_slabs: int, slab_bytes: int, timeout_s: float) -> LoopbackSlabs:
         wire = self._wire
         with wire.changed:
-            wire.changed.wait_for(lambda: wire.staging is not None or wire.closed, timeout_s)
-            if wire.staging is None:
+            wire.changed.wait_for(lambda: wire.slabs is not None or wire.closed, timeout_s)
+            if wire.slabs is None:
                 raise LinkLost("the peer hands over no slab memory")
-            if wire.staging.shape != (num_slabs, slab_bytes):
+            if wire.slabs.shape != (num_slabs, slab_bytes):
                 raise ProtocolError("the peer's slab memory is not what it announced")
-            return wire.staging
+            return wire.slabs
 
     def close(self) -> None:
         with self._wire.changed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -13,23 +14,49 @@ from kvferry.kv_transfer.digest import tile_digest
 from kvferry.kv_transfer.jobs import BlockTable
 from kvferry.kv_transfer.layout import KvLayout
 from kvferry.kv_transfer.plan import SlabMove
+from kvferry.kv_transfer.transport import Slab
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a slab is written."""
+
+    wire: str
+    """Element type."""
+    digest: str
+    """Scheme."""
 
 
 class KvMemory(Protocol):
-    """What sender and receiver need of a KV cache."""
+    """What sender and receiver need of one rank's KV cache. Moves count layers and heads as the
+    model does; the memory finds them in its shard.
+    """
 
     @property
     def layout(self) -> KvLayout: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def digests(self) -> tuple[str, ...]:
+        """Digest schemes that it can compute, best first."""
+        ...
 
     def is_fresh(self, blocks: BlockTable, move: SlabMove) -> bool:
         """Whether the blocks of a move still have the generations they were leased with."""
         ...
 
-    def pack(self, blocks: BlockTable, move: SlabMove, slab: memoryview) -> list[int]:
-        """Fill a slab from the blocks; the digest of each tile."""
+    def pack(
+        self, blocks: BlockTable, move: SlabMove, form: Form, slab: Slab, after: object = None
+    ) -> list[int]:
+        """Fill a slab of ``move.nbytes`` from the blocks; the digest of each tile.
+
+        ``after``: an event of the device that the pack has to wait for, as the runner gave it.
+        """
         ...
 
-    def scatter(self, blocks: BlockTable, move: SlabMove, slab: memoryview) -> list[int]:
+    def scatter(self, blocks: BlockTable, move: SlabMove, form: Form, slab: Slab) -> list[int]:
         """Write a slab into the blocks; the digest of each tile, of the very bytes written."""
         ...
 

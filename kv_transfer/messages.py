@@ -7,11 +7,14 @@
                         <-            Offer            slabs stand ready for a lease
       Credit            ->                             one slab of memory, granted once
                         <-            Header           the slab is filled; what is in it
+      Pull              ->                             push it now (pulled data paths alone)
       Ack | Resend      ->                             verified; or damaged: fill it again
+      Missing           ->                             headers that must have been lost
                         <-            Return           a credit that will not be used
       Complete          ->                             the lease offered for has everything already
       Abort             <->                            the transfer is over
       Beat              <->                            each second
+                        <-            Measure, Sample  a probe: as Offer and Header, of no lease
 
 A ``grant`` is a number unique on its link: a slab's memory is given, used and taken back under it,
 so that a late message about an earlier use of the same memory is known as such.
@@ -26,9 +29,10 @@ import msgspec
 from kvferry.core.errors import ProtocolError
 from kvferry.core.ids import AttemptKey
 from kvferry.kv_transfer.jobs import Reason
-from kvferry.kv_transfer.plan import SlabMove, Span
+from kvferry.kv_transfer.layout import Span
+from kvferry.kv_transfer.plan import SlabMove
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_FRAME = 1 << 20
 """Bytes of a frame at most."""
 MAX_HANDSHAKE_FRAME = 1024
@@ -40,6 +44,7 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 Nonce = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 Hash = Annotated[bytes, msgspec.Meta(max_length=64)]
+Digests = Annotated[list[Text], msgspec.Meta(min_length=1, max_length=8)]
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=str.lower):
@@ -55,6 +60,9 @@ class Proof(Message, frozen=True):
     nonce: Nonce
     mac: Nonce
     incarnation: Count
+    rank: Count
+    digests: Digests
+    """Schemes that the sender can compute."""
 
 
 class Welcome(Message, frozen=True):
@@ -62,6 +70,8 @@ class Welcome(Message, frozen=True):
     incarnation: Count
     slab_bytes: Annotated[int, msgspec.Meta(gt=0)]
     num_slabs: Annotated[int, msgspec.Meta(gt=0, le=1024)]
+    digest: Text
+    """The scheme of this link."""
 
 
 class Refused(Message, frozen=True):
@@ -69,12 +79,14 @@ class Refused(Message, frozen=True):
 
 
 class Offer(Message, frozen=True):
+    """Sent at the start, and again when more stands ready: the last one counts."""
+
     key: AttemptKey
     lease: Count
-    slabs: Annotated[int, msgspec.Meta(gt=0)]
-    """Those that are not acknowledged yet."""
+    slabs: Count
+    """Those that stand ready and have no memory yet."""
     nbytes: Count
-    """The whole transfer."""
+    """The whole part that this rank sends, ready or not."""
 
 
 class Credit(Message, frozen=True):
@@ -89,11 +101,12 @@ class SlabHeader(Message, frozen=True):
     key: AttemptKey
     lease: Count
     index: Count
-    count: Count
+    """Counts the slabs of this rank's part from 0."""
     layers: tuple[Count, Count]
     heads: tuple[Count, Count]
     tokens: tuple[Count, Count]
-    flavour: Text
+    wire: Text
+    """Element type."""
     chain_hash: Hash
     nbytes: Count
     digests: Annotated[list[int], msgspec.Meta(max_length=MAX_TILES)]
@@ -122,6 +135,36 @@ class Resend(Message, frozen=True):
     grant: Count
 
 
+class Pull(Message, frozen=True):
+    slab: Count
+    grant: Count
+
+
+class Missing(Message, frozen=True):
+    """Headers [begin, end) of a lease did not come, though later ones did."""
+
+    lease: Count
+    begin: Count
+    end: Count
+
+
+class Measure(Message, frozen=True):
+    """Grant this many slabs to no lease, one by one."""
+
+    slabs: Annotated[int, msgspec.Meta(gt=0, le=4096)]
+
+
+class Sample(Message, frozen=True):
+    """A slab of a probe is filled. Verified, and answered by Ack of lease 0, or Resend."""
+
+    slab: Count
+    grant: Count
+    index: Count
+    nbytes: Count
+    digest: Count
+    """xxh3-64 of its bytes; 0: not verified."""
+
+
 class Return(Message, frozen=True):
     slab: Count
     grant: Count
@@ -143,8 +186,12 @@ class Beat(Message, frozen=True):
     pass
 
 
-ToSender = Challenge | Welcome | Refused | Credit | Ack | Resend | Complete | Abort | Beat
-ToReceiver = Proof | Offer | Header | Return | Abort | Beat
+ToSender = (
+    Challenge | Welcome | Refused | Credit | Pull | Ack | Resend | Missing | Complete | Abort | Beat
+)
+ToReceiver = Proof | Offer | Header | Return | Abort | Beat | Measure | Sample
+PROBE_LEASE = 0
+"""No lease of a worker has this id: leases count from 1."""
 
 _encoder = msgspec.msgpack.Encoder()
 _to_sender: msgspec.msgpack.Decoder[ToSender] = msgspec.msgpack.Decoder(ToSender)

@@ -1,40 +1,33 @@
-"""Which bytes go in which slab: pure functions of the two layouts and a token range.
+"""Who sends what to whom, and which bytes go in which slab: pure functions of two layouts.
 
-A slab holds [layers, 2, tokens, heads, head_dim]. Short ranges put several layers in a slab, long
-ones cut one layer's tokens into several slabs. Block sizes play no part: each side finds slots by
-its own block table.
+1. ``parts``: what one rank of the sender owes one rank of the receiver.
+2. ``Cutter``: as a part becomes ready, layer by layer or all at once, cut it into slabs.
+3. ``Coverage``: what has arrived, whatever the order and the cut.
+
+A slab holds [layers, 2, tokens, heads, head_dim] in the wire's element type, then the scales of a
+quantised one. Block sizes play no part: each side finds slots by its own block table.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from kvferry.core.errors import TransferFailed
-from kvferry.kv_transfer.layout import KvLayout
-
-
-class Span(NamedTuple):
-    """The half-open range [begin, end)."""
-
-    begin: int
-    end: int
-
-    @property
-    def length(self) -> int:
-        return self.end - self.begin
-
-    def overlaps(self, other: Span) -> bool:
-        return self.begin < other.end and other.begin < self.end
-
-    def within(self, other: Span) -> bool:
-        return other.begin <= self.begin < self.end <= other.end
+from kvferry.kv_transfer.layout import (
+    ELEMENT_BYTES,
+    QUANTISED_BYTES,
+    KvLayout,
+    Shard,
+    Span,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class SlabMove:
-    """The part of a transfer that travels in one slab."""
+    """The part of a transfer that travels in one slab. Layers and heads as the model numbers
+    them.
+    """
 
     index: int
     layers: Span
@@ -53,7 +46,7 @@ class SlabMove:
 
 def check_compatible(source: KvLayout, target: KvLayout) -> None:
     """Raises TransferFailed naming the first difference that a transfer cannot bridge."""
-    for name in ("num_layers", "num_kv_heads", "head_dim", "dtype"):
+    for name in ("num_layers", "num_kv_heads", "head_dim"):
         ours, theirs = getattr(source, name), getattr(target, name)
         if ours != theirs:
             raise TransferFailed(
@@ -61,37 +54,93 @@ def check_compatible(source: KvLayout, target: KvLayout) -> None:
             )
 
 
-def slab_nbytes(layout: KvLayout, layers: Span, heads: Span, tokens: Span) -> int:
-    """Bytes of one slab."""
-    return layers.length * 2 * tokens.length * heads.length * layout.head_bytes
+def wire_dtype(source: KvLayout, target: KvLayout, forced: str | None = None) -> str:
+    """Element type of the slabs: ``forced``, else the narrower of the two caches' types.
+
+    Of two equally narrow types it is the sender's. Raises TransferFailed for a conversion that is
+    not made: out of a quantised cache into another type, or of an unknown type.
+    """
+    narrower = min((source.dtype, target.dtype), key=lambda dtype: ELEMENT_BYTES[dtype])
+    wire = forced or narrower
+    if wire not in ELEMENT_BYTES:
+        raise TransferFailed(f"KV type on the wire {wire!r} is none of {', '.join(ELEMENT_BYTES)}")
+    if source.dtype in QUANTISED_BYTES and (wire, target.dtype) != (source.dtype, source.dtype):
+        raise TransferFailed(f"KV of {source.dtype} is not converted to {wire}, {target.dtype}")
+    return wire
 
 
-def plan_slabs(
-    source: KvLayout, target: KvLayout, tokens: Span, slab_bytes: int
-) -> tuple[SlabMove, ...]:
-    """Cut a token range into slabs of at most, and near, ``slab_bytes``.
+def parts(
+    source: KvLayout, source_rank: int, target: KvLayout, target_rank: int
+) -> tuple[Shard, ...]:
+    """What a rank of the sender owes a rank of the receiver, in the model's numbering.
 
-    No slab is smaller than a third of ``slab_bytes`` unless the whole range is. Raises
-    TransferFailed for layouts that a transfer cannot bridge or a slab too small for one token of
-    one layer.
+    Over all sender's ranks the parts of a receiver's rank are its shard, each element once. Where
+    several of the sender's ranks hold a head, its receivers are spread over them. Raises
+    TransferFailed for layouts that a transfer cannot bridge.
     """
     check_compatible(source, target)
-    if tokens.length <= 0:
+    ours, theirs = source.shard(source_rank), target.shard(target_rank)
+    layers = ours.layers.common(theirs.layers)
+    heads = [
+        head
+        for head in range(*ours.heads.common(theirs.heads))
+        if _owner(source, target, target_rank, head) == source_rank % source.tp
+    ]
+    if not layers.length:
         return ()
-    layer_token_bytes = source.layer_token_bytes
+    return tuple(Shard(layers, run) for run in _runs(heads))
+
+
+def _owner(source: KvLayout, target: KvLayout, target_rank: int, head: int) -> int:
+    """The sender's tensor-parallel rank that sends a head to a receiver's rank."""
+    holders, takers = _holders(source, head), _holders(target, head)
+    turn = takers.index(target_rank % target.tp)
+    return holders[turn * len(holders) // len(takers)]
+
+
+def _holders(layout: KvLayout, head: int) -> list[int]:
+    """Tensor-parallel ranks that hold a head."""
+    shards = ((rank, layout.shard(rank).heads) for rank in range(layout.tp))
+    return [rank for rank, heads in shards if heads.begin <= head < heads.end]
+
+
+def _runs(numbers: list[int]) -> Iterator[Span]:
+    """The longest spans of consecutive numbers, which rise."""
+    begin = 0
+    for end in range(1, len(numbers) + 1):
+        if end == len(numbers) or numbers[end] != numbers[end - 1] + 1:
+            yield Span(numbers[begin], numbers[end - 1] + 1)
+            begin = end
+
+
+def slab_nbytes(head_bytes: int, layers: Span, heads: Span, tokens: Span) -> int:
+    """Bytes of one slab. ``head_bytes``: of the wire's type, scale included."""
+    return layers.length * 2 * tokens.length * heads.length * head_bytes
+
+
+def cut(
+    part: Shard, tokens: Span, head_bytes: int, slab_bytes: int, first_index: int = 0
+) -> list[SlabMove]:
+    """Cut a region into slabs of at most, and near, ``slab_bytes``, numbered from ``first_index``.
+
+    No slab is smaller than a third of ``slab_bytes`` unless the whole region is. Raises
+    TransferFailed for a slab too small for one token of one layer.
+    """
+    if tokens.length <= 0 or part.layers.length <= 0:
+        return []
+    layer_token_bytes = 2 * part.heads.length * head_bytes
     if layer_token_bytes > slab_bytes:
         raise TransferFailed(
             f"one token of one layer has {layer_token_bytes} bytes, a slab only {slab_bytes}"
         )
-    heads = Span(0, source.num_kv_heads)
     layers_per_slab = max(1, slab_bytes // (tokens.length * layer_token_bytes))
     tokens_per_slab = slab_bytes // layer_token_bytes
     moves: list[SlabMove] = []
-    for layers in _split(Span(0, source.num_layers), layers_per_slab):
-        for part in _split(tokens, tokens_per_slab):
-            nbytes = slab_nbytes(source, layers, heads, part)
-            moves.append(SlabMove(len(moves), layers, heads, part, nbytes))
-    return tuple(moves)
+    for layers in _split(part.layers, layers_per_slab):
+        for range_ in _split(tokens, tokens_per_slab):
+            nbytes = slab_nbytes(head_bytes, layers, part.heads, range_)
+            moves.append(SlabMove(first_index + len(moves), layers, part.heads, range_, nbytes))
+    return moves
 
 
 def _split(span: Span, longest: int) -> Iterator[Span]:
@@ -104,17 +153,84 @@ def _split(span: Span, longest: int) -> Iterator[Span]:
 
 
 @dataclass(slots=True)
+class Cutter:
+    """Cuts a part into slabs as it becomes ready: layer by layer, chunk of tokens after chunk.
+
+    A chunk is computed in all layers before the next one begins. Slabs wait until
+    ``least_bytes`` are ready, or all is: infinity sends everything at once.
+    """
+
+    part: Shard
+    tokens: Span
+    head_bytes: int
+    """Of the wire's type, scale included."""
+    slab_bytes: int
+    least_bytes: float = 0.0
+    num_cut: int = 0
+    """Slabs so far; their indices count on through all calls."""
+    _chunk: Span = field(init=False)
+    """Tokens of which some layers are ready and not cut."""
+    _layer: int = field(init=False)
+    """Layers of the chunk below this one are cut."""
+
+    def __post_init__(self) -> None:
+        self._chunk = Span(self.tokens.begin, self.tokens.begin)
+        self._layer = self.part.layers.begin
+
+    @property
+    def nbytes(self) -> int:
+        """The whole part."""
+        return self.tokens.length * self.part.token_bytes(self.head_bytes)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all is cut."""
+        return self._chunk.begin == self.tokens.end
+
+    def advance(self, layers_end: int, tokens_end: int) -> list[SlabMove]:
+        """Tokens before ``tokens_end`` are ready in layers before ``layers_end``, and those of
+        earlier chunks in all layers. The slabs to send now.
+        """
+        moves: list[SlabMove] = []
+        tokens_end = min(tokens_end, self.tokens.end)
+        if tokens_end > self._chunk.end:
+            if self._layer > self.part.layers.begin:
+                moves += self._cut_to(self.part.layers.end)
+            self._chunk = Span(self._chunk.begin, tokens_end)
+        ready = Shard(Span(self._layer, min(layers_end, self.part.layers.end)), self.part.heads)
+        nbytes = self._chunk.length * ready.token_bytes(self.head_bytes)
+        last = ready.layers.end == self.part.layers.end and self._chunk.end == self.tokens.end
+        if ready.layers.length > 0 and (last or nbytes >= self.least_bytes):
+            moves += self._cut_to(ready.layers.end)
+        return moves
+
+    def _cut_to(self, layers_end: int) -> list[SlabMove]:
+        region = Shard(Span(self._layer, layers_end), self.part.heads)
+        moves = cut(region, self._chunk, self.head_bytes, self.slab_bytes, self.num_cut)
+        self.num_cut += len(moves)
+        self._layer = layers_end
+        if layers_end == self.part.layers.end:
+            self._chunk = Span(self._chunk.end, self._chunk.end)
+            self._layer = self.part.layers.begin
+        return moves
+
+
+@dataclass(slots=True)
 class Coverage:
     """Which part of a transfer has arrived; whatever the order and the cut of its slabs."""
 
-    layout: KvLayout
+    shard: Shard
+    """What the receiving rank holds."""
     tokens: Span
-    moves: dict[int, SlabMove] = field(default_factory=dict)
+    head_bytes: int
+    """Of the wire's type, scale included."""
+    moves: dict[tuple[int, int], SlabMove] = field(default_factory=dict)
+    """By (sender's rank, index)."""
     nbytes: int = 0
 
     @property
     def expected_nbytes(self) -> int:
-        return self.tokens.length * self.layout.token_bytes
+        return self.tokens.length * self.shard.token_bytes(self.head_bytes)
 
     @property
     def complete(self) -> bool:
@@ -122,20 +238,19 @@ class Coverage:
 
     def fault(self, move: SlabMove) -> str | None:
         """Why a move cannot be part of this transfer; None when it can."""
-        layers, heads = Span(0, self.layout.num_layers), Span(0, self.layout.num_kv_heads)
         if not (
-            move.layers.within(layers)
-            and move.heads.within(heads)
+            move.layers.within(self.shard.layers)
+            and move.heads.within(self.shard.heads)
             and move.tokens.within(self.tokens)
         ):
             return "range outside the transfer"
-        if move.nbytes != slab_nbytes(self.layout, move.layers, move.heads, move.tokens):
+        if move.nbytes != slab_nbytes(self.head_bytes, move.layers, move.heads, move.tokens):
             return "size does not fit the range"
         if any(move.overlaps(other) for other in self.moves.values()):
             return "range overlaps another slab"
         return None
 
-    def add(self, move: SlabMove) -> None:
+    def add(self, source_rank: int, move: SlabMove) -> None:
         """Count a move, checked by ``fault``, as arrived."""
-        self.moves[move.index] = move
+        self.moves[source_rank, move.index] = move
         self.nbytes += move.nbytes

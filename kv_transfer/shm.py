@@ -11,25 +11,21 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-import secrets
 import select
 import socket
-import struct
-import time
 
-from kvferry.core.errors import LinkLost, LinkRefused, ProtocolError
-from kvferry.kv_transfer.framing import FrameSocket, Wakeup
-from kvferry.kv_transfer.messages import MAX_FRAME
+from kvferry.core.errors import LinkLost, ProtocolError
+from kvferry.kv_transfer.control import SocketChannel, SocketListener, dial_unix, listen_unix
 
 SCHEME = "shm"
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-_UCRED = struct.Struct("3i")
-_BACKLOG = 64
-_PAUSE_S = 0.05
 
 
-class ShmStaging:
-    """Slabs in one mapping of a memfd."""
+class ShmSlabs:
+    """Slabs in one mapping of a memfd: both ends of the data path, since nothing has to move."""
+
+    is_pulled = False
+    is_device = False
 
     def __init__(self, fd: int, num_slabs: int, slab_bytes: int) -> None:
         size = num_slabs * slab_bytes
@@ -41,50 +37,52 @@ class ShmStaging:
         assert self._bytes is not None
         return self._bytes[index * self._slab_bytes : (index + 1) * self._slab_bytes]
 
+    def push(self, slab: int, grant: int, nbytes: int) -> None:
+        """Nothing to do: the receiver reads the same memory."""
+
+    def in_flight(self, slab: int) -> bool:
+        return False
+
+    def grant(self, slab: int, grant: int) -> None:
+        """Nothing to do: who writes under which grant is the links' business."""
+
+    def pull(self, slab: int, grant: int, nbytes: int) -> None:
+        raise ProtocolError("shm is not pulled")
+
+    def arrived(self, slab: int, grant: int, nbytes: int) -> bool:
+        return True
+
     def close(self) -> None:
         # The mapping goes when the last view of it does; closing it under a view would raise.
         self._bytes = None
 
 
-class ShmChannel:
+class ShmChannel(SocketChannel):
     """One side of a link."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._frames = FrameSocket(sock)
+    transport = SCHEME
 
-    def send(self, frame: bytes, timeout_s: float) -> None:
-        self._frames.send(frame, timeout_s)
-
-    def receive(self, timeout_s: float, limit: int = MAX_FRAME) -> bytes | None:
-        return self._frames.receive(timeout_s, limit)
-
-    def wake(self) -> None:
-        self._frames.wake()
-
-    def close(self) -> None:
-        self._frames.close()
-
-    def grant_staging(self, num_slabs: int, slab_bytes: int, timeout_s: float) -> ShmStaging:
+    def open_inlet(self, num_slabs: int, slab_bytes: int, timeout_s: float) -> ShmSlabs:
         fd = os.memfd_create("kvferry-slabs", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, num_slabs * slab_bytes)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS | fcntl.F_SEAL_SEAL)
-            staging = ShmStaging(fd, num_slabs, slab_bytes)
-            if not self._frames.wait_for(select.POLLOUT, timeout_s):
+            slabs = ShmSlabs(fd, num_slabs, slab_bytes)
+            if not self.frames.wait_for(select.POLLOUT, timeout_s):
                 raise LinkLost("the peer takes no messages")
             try:
-                socket.send_fds(self._frames.sock, [b"\0"], [fd])
+                socket.send_fds(self.frames.sock, [b"\0"], [fd])
             except OSError as error:
                 raise LinkLost(f"the link broke: {error.strerror}") from None
-            return staging
+            return slabs
         finally:
             os.close(fd)
 
-    def accept_staging(self, num_slabs: int, slab_bytes: int, timeout_s: float) -> ShmStaging:
-        if not self._frames.wait_for(select.POLLIN, timeout_s):
+    def open_outlet(self, num_slabs: int, slab_bytes: int, timeout_s: float) -> ShmSlabs:
+        if not self.frames.wait_for(select.POLLIN, timeout_s):
             raise LinkLost("the peer hands over no slab memory")
         try:
-            data, fds, _, _ = socket.recv_fds(self._frames.sock, 1, 1, socket.MSG_CMSG_CLOEXEC)
+            data, fds, _, _ = socket.recv_fds(self.frames.sock, 1, 1, socket.MSG_CMSG_CLOEXEC)
         except OSError as error:
             raise LinkLost(f"the link broke: {error.strerror}") from None
         try:
@@ -93,78 +91,20 @@ class ShmChannel:
             if len(fds) != 1:
                 raise ProtocolError("the peer handed over no slab memory")
             _check_memfd(fds[0], num_slabs * slab_bytes)
-            return ShmStaging(fds[0], num_slabs, slab_bytes)
+            return ShmSlabs(fds[0], num_slabs, slab_bytes)
         finally:
             for fd in fds:
                 os.close(fd)
 
 
-class ShmListener:
-    """Listens on a fresh random name."""
-
-    def __init__(self) -> None:
-        self._name = f"kvferry-{secrets.token_hex(8)}"
-        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._sock.bind(f"\0{self._name}")
-        self._sock.listen(_BACKLOG)
-        self._sock.setblocking(False)
-        self._wakeup = Wakeup()
-
-    @property
-    def endpoint(self) -> str:
-        return f"{SCHEME}:{self._name}"
-
-    def accept(self, timeout_s: float) -> ShmChannel | None:
-        if self._wakeup.wait_readable(self._sock, timeout_s):
-            return None
-        try:
-            sock, _ = self._sock.accept()
-        except BlockingIOError:
-            return None
-        except OSError:
-            # Out of descriptors, say: the caller waits in line still, so do not spin on it.
-            time.sleep(min(timeout_s, _PAUSE_S))
-            return None
-        if not _same_user(sock):
-            sock.close()
-            return None
-        return ShmChannel(sock)
-
-    def stop(self) -> None:
-        self._wakeup.set()
-
-    def close(self) -> None:
-        self._sock.close()
-        self._wakeup.close()
+def listen_shm() -> SocketListener:
+    """Listen on a fresh random name."""
+    return listen_unix(SCHEME, ShmChannel)
 
 
 def connect_shm(endpoint: str, timeout_s: float) -> ShmChannel:
-    """Open a link to a ShmListener. Raises LinkRefused, LinkLost."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    deadline = time.monotonic() + timeout_s
-    try:
-        sock.settimeout(max(0.001, deadline - time.monotonic()))
-        sock.connect(f"\0{endpoint.removeprefix(f'{SCHEME}:')}")
-    except ConnectionRefusedError:
-        sock.close()
-        raise LinkRefused(f"nobody listens at {endpoint}") from None
-    except OSError as error:
-        sock.close()
-        raise LinkLost(f"{endpoint} does not answer: {error}") from None
-    if not _same_user(sock):
-        sock.close()
-        raise LinkRefused(f"{endpoint} belongs to another user")
-    return ShmChannel(sock)
-
-
-def _same_user(sock: socket.socket) -> bool:
-    """Abstract names have no file permissions: the kernel's word on the peer stands in."""
-    try:
-        packed = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-    except OSError:
-        return False
-    _, uid, _ = _UCRED.unpack(packed)
-    return bool(uid == os.geteuid())
+    """Open a link to ``listen_shm``. Raises LinkRefused, LinkLost."""
+    return ShmChannel(dial_unix(endpoint, timeout_s))
 
 
 def _check_memfd(fd: int, size: int) -> None:

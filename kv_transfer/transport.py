@@ -1,25 +1,99 @@
-"""What a link is made of: an ordered control channel and slab memory. Transports know no blocks and
-no requests.
+"""What a link is made of: an ordered control channel, and a data path that moves slabs.
 
-The receiver listens and owns the slab memory; the sender connects and fills slabs. One thread owns
-a channel and calls all of it, except ``wake``, which any thread may call.
+Transports know no blocks and no requests. The receiver listens; the sender connects. One thread
+owns a channel with its data path and calls all of it, except ``wake``, which any thread may call. A
+data path that works on threads of its own calls ``wake`` when a push has ended, a slab has arrived
+or the path has broken.
+
+    receiver                                sender
+    open_inlet(slabs)                       open_outlet(slabs)
+    inlet.grant(slab, grant)   ─ Credit ─▶  pack into outlet.slab(slab)
+
+    pushed (shm, loopback, cuda_ipc, tcp, nixl):
+                                            outlet.push(slab, grant, nbytes)
+                                            until not outlet.in_flight(slab)
+    until inlet.arrived(...)   ◀─ Header ─
+    scatter from inlet.slab(slab)
+
+    pulled (gloo, nccl: nothing may be posted that has no partner):
+                               ◀─ Header ─
+    inlet.pull(slab, grant, nbytes)
+                               ─ Pull ───▶  outlet.push(slab, grant, nbytes)
+    until inlet.arrived(...)
+    scatter from inlet.slab(slab)
+
+Slab i of the outlet and slab i of the inlet are the two ends of one path, or one memory. A sender
+fills a slab only under a grant, and gives the grant back, or has it acknowledged, only once the
+slab is no longer in flight: so nothing ever lands in a slab that has another use.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvferry.kv_transfer.messages import MAX_FRAME
 
+Slab = Any
+"""Bytes of one slab: a writable memoryview, or on a device a flat torch.uint8 tensor."""
 
-class Staging(Protocol):
-    """The slab memory of one link.
 
-    Never used again for another link, so a peer that writes late harms nobody.
+class Outlet(Protocol):
+    """The sender's end of a data path."""
+
+    @property
+    def is_pulled(self) -> bool:
+        """Whether ``push`` must wait for the receiver's Pull, and keep the order of the Pulls."""
+        ...
+
+    @property
+    def is_device(self) -> bool:
+        """Whether slabs are tensors on a device rather than memoryviews."""
+        ...
+
+    def slab(self, index: int) -> Slab:
+        """All bytes of one slab."""
+        ...
+
+    def push(self, slab: int, grant: int, nbytes: int) -> None:
+        """Begin to move the first ``nbytes`` of a slab. Does not wait. Raises LinkLost."""
+        ...
+
+    def in_flight(self, slab: int) -> bool:
+        """Whether its last push still reads the slab, or has yet to be seen by the receiver's
+        memory. Raises LinkLost when the path broke.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+class Inlet(Protocol):
+    """The receiver's end of a data path. Its slabs are never used again for another link, so a
+    peer that writes late harms nobody.
     """
 
-    def slab(self, index: int) -> memoryview:
-        """Writable bytes of one slab."""
+    @property
+    def is_pulled(self) -> bool: ...
+
+    @property
+    def is_device(self) -> bool: ...
+
+    def slab(self, index: int) -> Slab:
+        """All bytes of one slab."""
+        ...
+
+    def grant(self, slab: int, grant: int) -> None:
+        """From now on bytes may arrive in this slab under this grant, and under no other."""
+        ...
+
+    def pull(self, slab: int, grant: int, nbytes: int) -> None:
+        """Post the receive of a slab. Does not wait. Raises LinkLost."""
+        ...
+
+    def arrived(self, slab: int, grant: int, nbytes: int) -> bool:
+        """Whether the first ``nbytes`` that this grant was for are all here. Raises LinkLost when
+        the path broke or other bytes than these came.
+        """
         ...
 
     def close(self) -> None: ...
@@ -27,6 +101,11 @@ class Staging(Protocol):
 
 class Channel(Protocol):
     """One side of a link."""
+
+    @property
+    def transport(self) -> str:
+        """Name of the transport, for accounting."""
+        ...
 
     def send(self, frame: bytes, timeout_s: float) -> None:
         """Raises LinkLost when the peer is gone or takes nothing for ``timeout_s``."""
@@ -44,14 +123,17 @@ class Channel(Protocol):
         """Make a receive that runs now, or else the next one, return early. Legal after close."""
         ...
 
-    def grant_staging(self, num_slabs: int, slab_bytes: int, timeout_s: float) -> Staging:
-        """Receiver's side, once: make slab memory and hand it to the peer."""
+    def open_inlet(self, num_slabs: int, slab_bytes: int, timeout_s: float) -> Inlet:
+        """Receiver's side, once, after both sides have proved themselves. Raises LinkLost,
+        ProtocolError.
+        """
         ...
 
-    def accept_staging(self, num_slabs: int, slab_bytes: int, timeout_s: float) -> Staging:
-        """Sender's side, once: take the peer's slab memory.
+    def open_outlet(self, num_slabs: int, slab_bytes: int, timeout_s: float) -> Outlet:
+        """Sender's side, once, after both sides have proved themselves.
 
-        Raises LinkLost when none comes, ProtocolError when it is not what was announced.
+        Raises LinkLost when the peer opens nothing, ProtocolError when it is not what was
+        announced.
         """
         ...
 
@@ -65,7 +147,7 @@ class Listener(Protocol):
 
     @property
     def endpoint(self) -> str:
-        """``scheme:name``, for ``connect``."""
+        """``scheme:address``, for ``connect``."""
         ...
 
     def accept(self, timeout_s: float) -> Channel | None:

@@ -1,0 +1,164 @@
+"""Control channels over sockets: what the transports between processes have in common.
+
+A transport is a ``SocketChannel`` with its own data path, and listeners that make such channels.
+Unix sockets have names in the abstract namespace, so nothing is left behind by kill -9.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Callable
+
+from kvferry.core.errors import LinkLost, LinkRefused
+from kvferry.core.units import parse_address
+from kvferry.kv_transfer.framing import FrameSocket, Wakeup
+from kvferry.kv_transfer.messages import MAX_FRAME
+from kvferry.kv_transfer.transport import Channel, Inlet, Outlet
+
+_UCRED = struct.Struct("3i")
+_BACKLOG = 64
+_PAUSE_S = 0.05
+
+
+class SocketChannel:
+    """Frames over a connected socket, which it owns. Subclasses add the data path."""
+
+    transport = ""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.frames = FrameSocket(sock)
+
+    def send(self, frame: bytes, timeout_s: float) -> None:
+        self.frames.send(frame, timeout_s)
+
+    def receive(self, timeout_s: float, limit: int = MAX_FRAME) -> bytes | None:
+        return self.frames.receive(timeout_s, limit)
+
+    def wake(self) -> None:
+        self.frames.wake()
+
+    def close(self) -> None:
+        self.frames.close()
+
+    def open_inlet(self, num_slabs: int, slab_bytes: int, timeout_s: float) -> Inlet:
+        raise NotImplementedError
+
+    def open_outlet(self, num_slabs: int, slab_bytes: int, timeout_s: float) -> Outlet:
+        raise NotImplementedError
+
+
+class SocketListener:
+    """Accepts control channels on a bound socket, which it owns."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        endpoint: str,
+        channel: Callable[[socket.socket], Channel],
+        is_welcome: Callable[[socket.socket], bool] = lambda sock: True,
+    ) -> None:
+        self.endpoint = endpoint
+        self._sock = sock
+        self._sock.listen(_BACKLOG)
+        self._sock.setblocking(False)
+        self._channel = channel
+        self._is_welcome = is_welcome
+        self._wakeup = Wakeup()
+
+    def accept(self, timeout_s: float) -> Channel | None:
+        if self._wakeup.wait_readable(self._sock, timeout_s):
+            return None
+        try:
+            sock, _ = self._sock.accept()
+        except BlockingIOError:
+            return None
+        except OSError:
+            # Out of descriptors, say: the caller waits in line still, so do not spin on it.
+            time.sleep(min(timeout_s, _PAUSE_S))
+            return None
+        if not self._is_welcome(sock):
+            sock.close()
+            return None
+        return self._channel(sock)
+
+    def stop(self) -> None:
+        self._wakeup.set()
+
+    def close(self) -> None:
+        self._sock.close()
+        self._wakeup.close()
+
+
+def listen_unix(scheme: str, channel: Callable[[socket.socket], Channel]) -> SocketListener:
+    """Listen on a fresh random name, for processes of the same user on this host."""
+    name = f"kvferry-{secrets.token_hex(8)}"
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.bind(f"\0{name}")
+    return SocketListener(sock, f"{scheme}:{name}", channel, _same_user)
+
+
+def listen_tcp(
+    scheme: str, host: str, channel: Callable[[socket.socket], Channel]
+) -> SocketListener:
+    """Listen on a free port of an interface. Raises OSError when there is none such."""
+    family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.bind((host, 0))
+    except OSError:
+        sock.close()
+        raise
+    port = sock.getsockname()[1]
+    name = f"[{host}]" if ":" in host else host
+    return SocketListener(sock, f"{scheme}:{name}:{port}", channel)
+
+
+def dial_unix(endpoint: str, timeout_s: float) -> socket.socket:
+    """A connection to ``listen_unix``. Raises LinkRefused, LinkLost."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    _dial(sock, f"\0{endpoint.partition(':')[2]}", endpoint, timeout_s)
+    if not _same_user(sock):
+        sock.close()
+        raise LinkRefused(f"{endpoint} belongs to another user")
+    return sock
+
+
+def dial_tcp(endpoint: str, timeout_s: float) -> socket.socket:
+    """A connection to ``listen_tcp``. Raises LinkRefused, LinkLost."""
+    try:
+        host, port = parse_address(endpoint.partition(":")[2])
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    except (ValueError, OSError) as error:
+        raise LinkRefused(f"{endpoint!r} is no address: {error}") from None
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    _dial(sock, (host, port), endpoint, timeout_s)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return sock
+
+
+def _dial(
+    sock: socket.socket, address: str | tuple[str, int], endpoint: str, timeout_s: float
+) -> None:
+    try:
+        sock.settimeout(max(0.001, timeout_s))
+        sock.connect(address)
+    except ConnectionRefusedError:
+        sock.close()
+        raise LinkRefused(f"nobody listens at {endpoint}") from None
+    except OSError as error:
+        sock.close()
+        raise LinkLost(f"{endpoint} does not answer: {error}") from None
+
+
+def _same_user(sock: socket.socket) -> bool:
+    """Abstract names have no file permissions: the kernel's word on the peer stands in."""
+    try:
+        packed = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+    except OSError:
+        return False
+    _, uid, _ = _UCRED.unpack(packed)
+    return bool(uid == os.geteuid())
