@@ -36,6 +36,9 @@ class Span(NamedTuple):
         begin = max(self.begin, other.begin)
         return Span(begin, max(begin, min(self.end, other.end)))
 
+    def relative_to(self, origin: int) -> Span:
+        return Span(self.begin - origin, self.end - origin)
+
 
 class Shard(NamedTuple):
     """Layers and KV heads that one rank holds, in the numbering of the whole model."""

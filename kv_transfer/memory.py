@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,10 +10,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvferry.kernels.kv_pack.host import gather, scatter
-from kvferry.kv_transfer.digest import tile_digest
+from kvferry.kernels.kv_pack.host import gather, host_shape, scatter
+from kvferry.kernels.kv_pack.host_digest import HOST_DIGESTS
+from kvferry.kernels.kv_pack.slab import KvSlots, Tokens
 from kvferry.kv_transfer.jobs import BlockTable
-from kvferry.kv_transfer.layout import KvLayout
+from kvferry.kv_transfer.layout import QUANTISED_BYTES, KvLayout
 from kvferry.kv_transfer.plan import SlabMove
 from kvferry.kv_transfer.transport import Slab
 
@@ -62,33 +64,75 @@ class KvMemory(Protocol):
 
 
 class PagedKvMemory:
-    """A paged cache in host memory.
+    """The shard of one rank in host memory.
 
-    slots: [num_layers, 2, num_blocks * block_size, num_kv_heads, head_dim], contiguous;
-    generations: [num_blocks], the block pool's live array. Raises ValueError when they do not fit
-    the layout.
+    slots: [layers, 2, num_blocks * block_size, heads, head_dim] of the shard, contiguous; scales:
+    float32 [layers, 2, num_blocks * block_size, heads], for a quantised cache; generations:
+    [num_blocks], the block pool's live array. Raises ValueError when they do not fit the layout.
     """
 
     def __init__(
-        self, slots: torch.Tensor, layout: KvLayout, generations: NDArray[np.uint32]
+        self,
+        slots: torch.Tensor,
+        layout: KvLayout,
+        generations: NDArray[np.uint32],
+        *,
+        rank: int = 0,
+        scales: torch.Tensor | None = None,
     ) -> None:
+        shard = layout.shard(rank)
         num_slots = len(generations) * layout.block_size
-        shape = (layout.num_layers, 2, num_slots, layout.num_kv_heads, layout.head_dim)
-        if tuple(slots.shape) != shape or not slots.is_contiguous():
-            raise ValueError(f"slots are {tuple(slots.shape)}, the layout says {shape}, contiguous")
-        if slots.dtype != getattr(torch, layout.dtype):
-            raise ValueError(f"slots are {slots.dtype}, the layout says {layout.dtype}")
+        shape = (shard.layers.length, 2, num_slots, shard.heads.length)
+        _check("slots", slots, (*shape, layout.head_dim), layout.dtype)
+        if (scales is not None) != (layout.dtype in QUANTISED_BYTES):
+            raise ValueError(f"scales: a cache of {layout.dtype} has them, or not")
+        if scales is not None:
+            _check("scales", scales, shape, "float32")
         self.layout = layout
-        self._slots = slots
+        self.rank = rank
+        # 32-bit words are what multiply_sum adds up.
+        self.digests = tuple(
+            scheme for scheme in HOST_DIGESTS if scheme == "xxh3" or layout.head_dim % 4 == 0
+        )
+        self._kv = KvSlots(slots, scales)
+        self._shard = shard
         self._generations = generations
 
     def is_fresh(self, blocks: BlockTable, move: SlabMove) -> bool:
         return blocks.is_fresh(self._generations, move.tokens, self.layout.block_size)
 
-    def pack(self, blocks: BlockTable, move: SlabMove, slab: memoryview) -> list[int]:
-        ids = torch.from_numpy(blocks.slot_ids(move.tokens, self.layout.block_size))
-        return gather(self._slots, ids, move.layers, move.heads, slab, tile_digest(move.index))
+    def pack(
+        self, blocks: BlockTable, move: SlabMove, form: Form, slab: Slab, after: object = None
+    ) -> list[int]:
+        return self._move(gather, blocks, move, form, slab)
 
-    def scatter(self, blocks: BlockTable, move: SlabMove, slab: memoryview) -> list[int]:
-        ids = torch.from_numpy(blocks.slot_ids(move.tokens, self.layout.block_size))
-        return scatter(self._slots, ids, move.layers, move.heads, slab, tile_digest(move.index))
+    def scatter(self, blocks: BlockTable, move: SlabMove, form: Form, slab: Slab) -> list[int]:
+        return self._move(scatter, blocks, move, form, slab)
+
+    def _move(
+        self,
+        function: Callable[..., list[int]],
+        blocks: BlockTable,
+        move: SlabMove,
+        form: Form,
+        slab: Slab,
+    ) -> list[int]:
+        tokens = Tokens(
+            blocks=torch.from_numpy(blocks.block_ids),
+            begin=move.tokens.begin,
+            end=move.tokens.end,
+            block_size=self.layout.block_size,
+        )
+        layers = move.layers.relative_to(self._shard.layers.begin)
+        heads = move.heads.relative_to(self._shard.heads.begin)
+        wire = getattr(torch, form.wire)
+        shape = host_shape(self._kv, tokens, layers, heads, wire)
+        digests = HOST_DIGESTS[form.digest](shape, move.index)
+        return function(self._kv, tokens, layers, heads, wire, slab, digests)
+
+
+def _check(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: str) -> None:
+    if tuple(tensor.shape) != shape or not tensor.is_contiguous():
+        raise ValueError(f"{name} are {tuple(tensor.shape)}, the layout says {shape}, contiguous")
+    if tensor.dtype != getattr(torch, dtype):
+        raise ValueError(f"{name} are {tensor.dtype}, the layout says {dtype}")

@@ -1,109 +1,229 @@
-"""Gather KV out of the paged cache into a slab in host memory, and scatter a slab back, on the CPU.
-
-Shapes: slots [num_layers, 2, num_slots, num_heads, head_dim] (a view of the paged cache), slot_ids
-[num_tokens] int64, slab: flat bytes of [layers, 2, tokens, heads, head_dim]. Both return one digest
-per tile.
+"""Gather and scatter on the CPU: the slabs of ``reference``, in host memory.
 
 The copies are numpy's: they let other threads run, and unlike torch's they start no team of threads
-beside the one that the model computes with. Integers stand in for the types that numpy lacks.
+beside the one that the model computes with. Bytes stand in for the types that numpy lacks. torch
+converts element types, in pieces too small for a team.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvferry.kernels.kv_layer import QUANTISED_TYPES, dequantised, quantised
+from kvferry.kernels.kv_pack.host_digest import Bytes, TileDigests
+from kvferry.kernels.kv_pack.slab import KvSlots, Range, SlabShape, Tokens
 from kvferry.kernels.kv_pack.tiles import Tile, tiles
 
-Digest = Callable[[int, memoryview], int]
-"""(number of the tile in its slab, its bytes) -> digest."""
+PIECE = 1 << 15
+"""Elements: torch converts so many, or fewer, in the thread that asks."""
 
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+def host_shape(
+    kv: KvSlots, tokens: Tokens, layers: Range, heads: Range, wire: torch.dtype
+) -> SlabShape:
+    """The slab of a token range. Raises ValueError for a range that is not in the cache."""
+    num_layers, _, _, num_heads, head_dim = kv.elements.shape
+    for name, (begin, end), count in (
+        ("layers", layers, num_layers),
+        ("heads", heads, num_heads),
+        ("tokens", (tokens.begin, tokens.end), len(tokens.blocks) * tokens.block_size),
+    ):
+        if not 0 <= begin < end <= count:
+            raise ValueError(f"{name}: [{begin}, {end}) is not within [0, {count})")
+    if wire in QUANTISED_TYPES and head_dim % 4:
+        raise ValueError(f"wire: {head_dim} of {wire} are no whole 32-bit words")
+    num_rows, num_heads = 2 * (layers[1] - layers[0]), heads[1] - heads[0]
+    return SlabShape(
+        rows=num_rows, tokens=tokens.count, heads=num_heads, head_dim=head_dim, dtype=wire
+    )
 
 
 def gather(
-    slots: torch.Tensor,
-    slot_ids: torch.Tensor,
-    layers: tuple[int, int],
-    heads: tuple[int, int],
+    kv: KvSlots,
+    tokens: Tokens,
+    layers: Range,
+    heads: Range,
+    wire: torch.dtype,
     slab: memoryview,
-    digest: Digest,
+    digests: TileDigests,
 ) -> list[int]:
-    """Copy the tokens at ``slot_ids`` of a layer and head range into ``slab``.
+    """Fill ``slab`` with a token range of a layer and head range, in the type ``wire``; the digest
+    of each tile, made while its bytes are hot.
 
-    Each tile is digested while its bytes are hot. Raises IndexError for a slot outside the cache,
-    ValueError when the slab has another size.
+    Raises ValueError for what does not fit, IndexError for a block outside the cache.
     """
-    rows, ids = _rows(slots, layers, heads), slot_ids.numpy()
-    row_token_bytes = _check(rows, ids, slab)
-    out = np.frombuffer(slab, rows.dtype)
-    digests = []
-    for number, tile in enumerate(tiles(len(rows), len(ids), row_token_bytes)):
-        source = rows[tile.row_begin : tile.row_end]
-        part = _part(out, tile, rows)
-        tokens = ids[tile.token_begin : tile.token_end]
-        if source.flags.c_contiguous:
-            # The slots are checked, so clip changes none; it spares numpy a copy of the result.
-            np.take(source, tokens, axis=1, out=part, mode="clip")
+    view = _SlabView(host_shape(kv, tokens, layers, heads, wire), slab)
+    rows = _Rows(kv, layers, heads)
+    slots = _slots(kv, tokens)
+    for tile in view.tiles():
+        elements, scales = view.elements(tile), view.scales(tile)
+        where = slots[tile.token_begin : tile.token_end]
+        if rows.dtype is wire:
+            _take(rows.elements[tile.row_begin : tile.row_end], where, elements)
+            if scales.size:
+                _take(rows.scales[tile.row_begin : tile.row_end], where, scales)
         else:
-            part[...] = source[:, tokens]
-        digests.append(digest(number, slab[tile.offset : tile.offset + tile.nbytes]))
-    return digests
+            rows.read(tile, where, wire, elements, scales)
+        digests.add(tile, _flat(elements), _flat(scales))
+    return digests.finish()
 
 
 def scatter(
-    slots: torch.Tensor,
-    slot_ids: torch.Tensor,
-    layers: tuple[int, int],
-    heads: tuple[int, int],
+    kv: KvSlots,
+    tokens: Tokens,
+    layers: Range,
+    heads: Range,
+    wire: torch.dtype,
     slab: memoryview,
-    digest: Digest,
+    digests: TileDigests,
 ) -> list[int]:
-    """Copy ``slab`` into the tokens at ``slot_ids``; the reverse of gather.
+    """Write ``slab`` into a token range of a layer and head range, in the cache's type; the digest
+    of each tile, of the very bytes written.
 
-    The digests are of the very bytes written: a peer that shares the slab may change it at any
-    moment, so each tile is first copied to private memory, and digest and write both read that
-    copy.
+    A peer that shares the slab may change it at any moment, so each tile is first copied to private
+    memory, and digest and write both read that copy. Raises as ``gather`` does.
     """
-    rows, ids = _rows(slots, layers, heads), slot_ids.numpy()
-    row_token_bytes = _check(rows, ids, slab)
-    source = np.frombuffer(slab, rows.dtype)
-    digests = []
-    for number, tile in enumerate(tiles(len(rows), len(ids), row_token_bytes)):
-        private = _part(source, tile, rows).copy()
-        digests.append(digest(number, private.data.cast("B")))
-        tokens = ids[tile.token_begin : tile.token_end]
-        rows[tile.row_begin : tile.row_end, tokens] = private
-    return digests
+    view = _SlabView(host_shape(kv, tokens, layers, heads, wire), slab)
+    rows = _Rows(kv, layers, heads)
+    slots = _slots(kv, tokens)
+    for tile in view.tiles():
+        elements, scales = view.elements(tile).copy(), view.scales(tile).copy()
+        digests.add(tile, _flat(elements), _flat(scales))
+        where = slots[tile.token_begin : tile.token_end]
+        if rows.dtype is wire:
+            rows.elements[tile.row_begin : tile.row_end, where] = elements
+            if scales.size:
+                rows.scales[tile.row_begin : tile.row_end, where] = scales
+        else:
+            rows.write(tile, where, wire, elements, scales)
+    return digests.finish()
 
 
-def _rows(slots: torch.Tensor, layers: tuple[int, int], heads: tuple[int, int]) -> NDArray[Any]:
-    """View of the range as [2 * layers, num_slots, heads, head_dim], in integers of equal size."""
-    part = slots[layers[0] : layers[1]].view(_WORDS[slots.itemsize])
-    rows: NDArray[Any] = part.view(-1, *slots.shape[2:])[:, :, heads[0] : heads[1]].numpy()
-    return rows
-
-
-def _part(flat: NDArray[Any], tile: Tile, rows: NDArray[Any]) -> NDArray[Any]:
-    """View of a tile within a flat slab, [rows, tokens, heads, head_dim]."""
-    begin, end = tile.offset // flat.itemsize, (tile.offset + tile.nbytes) // flat.itemsize
-    num_rows, num_tokens = tile.row_end - tile.row_begin, tile.token_end - tile.token_begin
-    return flat[begin:end].reshape(num_rows, num_tokens, *rows.shape[2:])
-
-
-def _check(rows: NDArray[Any], slot_ids: NDArray[np.int64], slab: memoryview) -> int:
-    """Bytes of one token of one row.
-
-    Raises ValueError unless the slab is as large as the range, IndexError for a wrong slot.
+class _SlabView:
+    """A slab by its tiles: bytes of elements [rows, tokens, h, D * itemsize], and float32 scales
+    [rows, tokens, h], of size 0 in a float type.
     """
-    row_token_bytes = rows.shape[2] * rows.shape[3] * rows.itemsize
-    expected = len(rows) * len(slot_ids) * row_token_bytes
-    if slab.nbytes != expected or expected == 0:
-        raise ValueError(f"slab holds {slab.nbytes} bytes, the range {expected}")
-    if slot_ids.min() < 0 or slot_ids.max() >= rows.shape[1]:
-        raise IndexError(f"a slot is outside the cache of {rows.shape[1]}")
-    return row_token_bytes
+
+    def __init__(self, shape: SlabShape, slab: memoryview) -> None:
+        if slab.nbytes != shape.nbytes:
+            raise ValueError(f"slab: holds {slab.nbytes} bytes, the range {shape.nbytes}")
+        self._shape = shape
+        flat = np.frombuffer(slab, np.uint8)
+        head_bytes = shape.head_dim * shape.dtype.itemsize
+        self._token_bytes = shape.heads * head_bytes
+        self._elements = flat[: shape.elements_nbytes].reshape(-1, shape.heads, head_bytes)
+        self._scales = flat[shape.elements_nbytes :].view(np.float32).reshape(-1, shape.heads)
+
+    def tiles(self) -> Iterator[Tile]:
+        return tiles(self._shape.rows, self._shape.tokens, self._token_bytes)
+
+    def elements(self, tile: Tile) -> Bytes:
+        return self._part(self._elements, tile)
+
+    def scales(self, tile: Tile) -> NDArray[np.float32]:
+        if not self._scales.size:
+            return self._scales
+        return self._part(self._scales, tile)
+
+    def _part(self, values: NDArray[Any], tile: Tile) -> NDArray[Any]:
+        """A tile's token rows, which lie side by side."""
+        num_rows, num_tokens = tile.row_end - tile.row_begin, tile.token_end - tile.token_begin
+        begin = tile.row_begin * self._shape.tokens + tile.token_begin
+        part = values[begin : begin + num_rows * num_tokens]
+        return part.reshape(num_rows, num_tokens, *values.shape[1:])
+
+
+class _Rows:
+    """A layer and head range of the cache, row by row (K and V of each layer in turn)."""
+
+    def __init__(self, kv: KvSlots, layers: Range, heads: Range) -> None:
+        self.dtype = kv.elements.dtype
+        part = kv.elements[layers[0] : layers[1]].flatten(0, 1)
+        self._typed = part[:, :, heads[0] : heads[1]]
+        as_bytes: Bytes = part.view(torch.uint8).numpy()
+        self.elements = as_bytes[:, :, heads[0] : heads[1]]
+        """[rows, slots, h, D * itemsize]"""
+        self.scales: NDArray[np.float32] = np.empty(0, np.float32)
+        """[rows, slots, h], of size 0 in a float type"""
+        if kv.scales is not None:
+            scales = kv.scales[layers[0] : layers[1]].flatten(0, 1)
+            self.scales = scales[:, :, heads[0] : heads[1]].numpy()
+
+    def read(
+        self,
+        tile: Tile,
+        slots: NDArray[np.int64],
+        wire: torch.dtype,
+        elements: Bytes,
+        scales: NDArray[np.float32],
+    ) -> None:
+        """Convert a tile to ``wire``. elements, scales: the tile in the slab."""
+        for row, piece in self._pieces(tile, len(slots)):
+            ids = torch.from_numpy(slots[piece])
+            scale = None
+            if self.scales.size:
+                scale = torch.from_numpy(self.scales[row][slots[piece]])
+            values, scale = _converted(self._typed[row][ids], scale, wire)
+            inside = row - tile.row_begin
+            elements[inside, piece] = values.view(torch.uint8).numpy()
+            if scale is not None:
+                scales[inside, piece] = scale.numpy()
+
+    def write(
+        self,
+        tile: Tile,
+        slots: NDArray[np.int64],
+        wire: torch.dtype,
+        elements: Bytes,
+        scales: NDArray[np.float32],
+    ) -> None:
+        """Convert a tile from ``wire``; the reverse of ``read``."""
+        for row, piece in self._pieces(tile, len(slots)):
+            inside = row - tile.row_begin
+            values = torch.from_numpy(elements[inside, piece]).view(wire)
+            scale = torch.from_numpy(scales[inside, piece]) if scales.size else None
+            values, scale = _converted(values, scale, self.dtype)
+            self.elements[row, slots[piece]] = values.view(torch.uint8).numpy()
+            if scale is not None:
+                self.scales[row, slots[piece]] = scale.numpy()
+
+    def _pieces(self, tile: Tile, num_tokens: int) -> Iterator[tuple[int, slice]]:
+        """Rows of a tile, each in runs of tokens that torch converts without a team."""
+        length = max(1, PIECE // (self._typed.shape[2] * self._typed.shape[3]))
+        for row in range(tile.row_begin, tile.row_end):
+            for begin in range(0, num_tokens, length):
+                yield row, slice(begin, min(begin + length, num_tokens))
+
+
+def _converted(
+    x: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Elements [..., h, D] and scales [..., h] in another type."""
+    values = x if scale is None else dequantised(x, scale)
+    return quantised(values, dtype) if dtype in QUANTISED_TYPES else (values.to(dtype), None)
+
+
+def _slots(kv: KvSlots, tokens: Tokens) -> NDArray[np.int64]:
+    """[tokens] slots of a token range. Raises IndexError for a block outside the cache."""
+    position = np.arange(tokens.begin, tokens.end, dtype=np.int64)
+    blocks = tokens.blocks.numpy()[position // tokens.block_size].astype(np.int64)
+    if blocks.min() < 0 or (blocks.max() + 1) * tokens.block_size > kv.num_slots:
+        raise IndexError(f"tokens.blocks: a block is outside the cache of {kv.num_slots} slots")
+    return blocks * tokens.block_size + position % tokens.block_size
+
+
+def _take(rows: NDArray[Any], slots: NDArray[np.int64], out: NDArray[Any]) -> None:
+    if rows.flags.c_contiguous:
+        # The slots are checked, so clip changes none; it spares numpy a copy of the result.
+        np.take(rows, slots, axis=1, out=out, mode="clip")
+    else:
+        out[...] = rows[:, slots]
+
+
+def _flat(values: NDArray[Any]) -> Bytes:
+    return values.reshape(-1).view(np.uint8)
