@@ -1,5 +1,5 @@
-"""How a link begins: both sides prove that they know the shared secret, then slab memory changes
-hands.
+"""How a link begins: both sides prove that they know the shared secret and agree on a digest, then
+the data path is opened.
 """
 
 from __future__ import annotations
@@ -8,12 +8,15 @@ import hashlib
 import hmac
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 from kvferry.core.errors import LinkLost, LinkRefused, ProtocolError
 from kvferry.core.ids import Incarnation
 from kvferry.kv_transfer.messages import (
     MAX_HANDSHAKE_FRAME,
+    MAX_TEXT,
     PROTOCOL,
     Challenge,
     Message,
@@ -24,7 +27,7 @@ from kvferry.kv_transfer.messages import (
     decode_to_sender,
     encode,
 )
-from kvferry.kv_transfer.transport import Channel, Staging
+from kvferry.kv_transfer.transport import Channel, Inlet, Outlet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,16 +44,34 @@ class LinkOptions:
     slab_bytes: int = 2 << 20
     staging_bytes: int = 64 << 20
     """Slab memory of a receiver, all links together."""
+    expected_links: int = 8
+    """Links among which a receiver's slab memory is to be shared out."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Greeted:
-    """A link ready for slabs."""
+    """The sender's end of a link ready for slabs."""
 
-    staging: Staging
+    outlet: Outlet
     num_slabs: int
     slab_bytes: int
+    digest: str
+    """Scheme of the slabs' digests."""
     peer: Incarnation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admitted:
+    """The receiver's end of a link ready for slabs."""
+
+    inlet: Inlet
+    num_slabs: int
+    slab_bytes: int
+    digest: str
+    """Scheme of the slabs' digests."""
+    peer: Incarnation
+    rank: int
+    """The peer's."""
 
 
 def _mac(secret: bytes, side: bytes, challenge: bytes, nonce: bytes) -> bytes:
@@ -61,15 +82,24 @@ def _mac(secret: bytes, side: bytes, challenge: bytes, nonce: bytes) -> bytes:
     )
 
 
-def introduce(channel: Channel, options: LinkOptions) -> Greeted:
-    """The sender's side. Raises LinkRefused, LinkLost, ProtocolError."""
+def introduce(channel: Channel, options: LinkOptions, rank: int, digests: Sequence[str]) -> Greeted:
+    """The sender's side. ``digests``: schemes that it can compute, best first.
+
+    Raises LinkRefused, LinkLost, ProtocolError.
+    """
     deadline = time.monotonic() + options.silence_s
     challenge = decode_to_sender(_next_frame(channel, deadline))
     if not isinstance(challenge, Challenge) or challenge.protocol != PROTOCOL:
         raise LinkRefused(f"the peer does not speak version {PROTOCOL} of the KV link")
     nonce = secrets.token_bytes(32)
-    mac = _mac(options.secret, b"sender", challenge.nonce, nonce)
-    _send(channel, Proof(nonce=nonce, mac=mac, incarnation=options.incarnation), deadline)
+    proof = Proof(
+        nonce=nonce,
+        mac=_mac(options.secret, b"sender", challenge.nonce, nonce),
+        incarnation=options.incarnation,
+        rank=rank,
+        digests=list(digests),
+    )
+    _send(channel, proof, deadline)
     welcome = decode_to_sender(_next_frame(channel, deadline))
     if isinstance(welcome, Refused):
         raise LinkRefused(f"the peer refuses the link: {welcome.detail}")
@@ -78,9 +108,16 @@ def introduce(channel: Channel, options: LinkOptions) -> Greeted:
     expected = _mac(options.secret, b"receiver", challenge.nonce, nonce)
     if not hmac.compare_digest(expected, welcome.mac):
         raise LinkRefused("the peer does not know the secret")
+    if welcome.digest not in digests:
+        raise ProtocolError(f"the peer chose the digest {welcome.digest!r}, which was not on offer")
     left_s = max(0.0, deadline - time.monotonic())
-    staging = channel.accept_staging(welcome.num_slabs, welcome.slab_bytes, left_s)
-    return Greeted(staging, welcome.num_slabs, welcome.slab_bytes, Incarnation(welcome.incarnation))
+    return Greeted(
+        outlet=channel.open_outlet(welcome.num_slabs, welcome.slab_bytes, left_s),
+        num_slabs=welcome.num_slabs,
+        slab_bytes=welcome.slab_bytes,
+        digest=welcome.digest,
+        peer=Incarnation(welcome.incarnation),
+    )
 
 
 def challenge(channel: Channel, options: LinkOptions) -> tuple[Proof, bytes]:
@@ -101,26 +138,44 @@ def challenge(channel: Channel, options: LinkOptions) -> tuple[Proof, bytes]:
     return proof, _mac(options.secret, b"receiver", nonce, proof.nonce)
 
 
+def agree(channel: Channel, options: LinkOptions, proof: Proof, digests: Sequence[str]) -> str:
+    """The first of the receiver's digest schemes, best first, that the sender has too.
+
+    Raises LinkRefused, having told the peer, when there is none; LinkLost.
+    """
+    for digest in digests:
+        if digest in proof.digests:
+            return digest
+    return refuse(channel, options, f"no digest in common; known here: {', '.join(digests)}")
+
+
 def welcome(
-    channel: Channel, options: LinkOptions, proof: Proof, mac: bytes, num_slabs: int
-) -> Greeted:
-    """The receiver's second half. Raises LinkLost."""
+    channel: Channel, options: LinkOptions, proof: Proof, mac: bytes, digest: str, num_slabs: int
+) -> Admitted:
+    """The receiver's second half. Raises LinkLost, ProtocolError."""
     deadline = time.monotonic() + options.silence_s
     message = Welcome(
         mac=mac,
         incarnation=options.incarnation,
         slab_bytes=options.slab_bytes,
         num_slabs=num_slabs,
+        digest=digest,
     )
     _send(channel, message, deadline)
     left_s = max(0.0, deadline - time.monotonic())
-    staging = channel.grant_staging(num_slabs, options.slab_bytes, left_s)
-    return Greeted(staging, num_slabs, options.slab_bytes, Incarnation(proof.incarnation))
+    return Admitted(
+        inlet=channel.open_inlet(num_slabs, options.slab_bytes, left_s),
+        num_slabs=num_slabs,
+        slab_bytes=options.slab_bytes,
+        digest=digest,
+        peer=Incarnation(proof.incarnation),
+        rank=proof.rank,
+    )
 
 
-def refuse(channel: Channel, options: LinkOptions, detail: str) -> None:
+def refuse(channel: Channel, options: LinkOptions, detail: str) -> NoReturn:
     """Tell the peer why there will be no link. Raises LinkRefused, always."""
-    channel.send(encode(Refused(detail=detail)), options.silence_s)
+    channel.send(encode(Refused(detail=detail[:MAX_TEXT])), options.silence_s)
     raise LinkRefused(detail)
 
 

@@ -16,8 +16,11 @@
       Beat              <->                            each second
                         <-            Measure, Sample  a probe: as Offer and Header, of no lease
 
-A ``grant`` is a number unique on its link: a slab's memory is given, used and taken back under it,
-so that a late message about an earlier use of the same memory is known as such.
+A ``grant`` is a number unique on its link: a slab's memory is given, used once and taken back under
+it, so that a late message about an earlier use of the same memory is known as such. Ack and Resend
+end a grant; after a Resend a new Credit comes unasked, for the damaged slab first of all.
+
+The headers of a rank's part leave in the order of their indices, but for those sent again.
 """
 
 from __future__ import annotations
@@ -87,6 +90,8 @@ class Offer(Message, frozen=True):
     """Those that stand ready and have no memory yet."""
     nbytes: Count
     """The whole part that this rank sends, ready or not."""
+    ranks: Annotated[int, msgspec.Meta(ge=1)] = 1
+    """How many of the sender's ranks have a part of this lease: together they make it whole."""
 
 
 class Credit(Message, frozen=True):
@@ -130,6 +135,8 @@ class Ack(Message, frozen=True):
 
 
 class Resend(Message, frozen=True):
+    """The slab came damaged."""
+
     lease: Count
     index: Count
     grant: Count
