@@ -105,6 +105,12 @@ def listen_tcp(
     scheme: str, host: str, channel: Callable[[socket.socket], Channel]
 ) -> SocketListener:
     """Listen on a free port of an interface. Raises OSError when there is none such."""
+    sock, address = bind_tcp(host)
+    return SocketListener(sock, f"{scheme}:{address}", channel)
+
+
+def bind_tcp(host: str) -> tuple[socket.socket, str]:
+    """A socket on a free port of an interface, and its ``HOST:PORT``. Raises OSError."""
     family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -113,8 +119,7 @@ def listen_tcp(
         sock.close()
         raise
     port = sock.getsockname()[1]
-    name = f"[{host}]" if ":" in host else host
-    return SocketListener(sock, f"{scheme}:{name}:{port}", channel)
+    return sock, f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def dial_unix(endpoint: str, timeout_s: float) -> socket.socket:

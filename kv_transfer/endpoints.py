@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvferry.core.errors import LinkRefused
-from kvferry.kv_transfer import loopback, shm
+from kvferry.kv_transfer import loopback, shm, tcp
 from kvferry.kv_transfer.transport import Channel, Connect, Listener
 
 
@@ -53,6 +53,12 @@ TRANSPORTS = {
             loopback.connect_loopback,
         ),
         Transport("shm", Medium.MEMORY, lambda _: shm.listen_shm(), shm.connect_shm),
+        Transport(
+            "tcp",
+            Medium.NETWORK,
+            lambda options: tcp.listen_tcp_link(options.host, options.streams),
+            tcp.connect_tcp,
+        ),
     )
 }
 

@@ -13,6 +13,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Sequence
 
 from kvferry.core.errors import LinkLost, ProtocolError
 from kvferry.kv_transfer.messages import MAX_FRAME
@@ -38,14 +39,21 @@ class Wakeup:
 
     def wait_readable(self, sock: socket.socket, timeout_s: float) -> bool:
         """Wait until there is something to read; True when a ``set`` cut the wait short."""
+        return self.wait_any([sock], timeout_s) is None
+
+    def wait_any(self, socks: Sequence[socket.socket], timeout_s: float) -> list[int] | None:
+        """Descriptors with something to read, none after ``timeout_s``; None when a ``set`` cut
+        the wait short.
+        """
         poll = select.poll()
-        poll.register(sock, select.POLLIN)
+        for sock in socks:
+            poll.register(sock, select.POLLIN)
         poll.register(self._event, select.POLLIN)
-        ready = poll.poll(max(0, math.ceil(timeout_s * 1000)))
-        if any(fd == self._event for fd, _ in ready):
+        ready = [fd for fd, _ in poll.poll(max(0, math.ceil(timeout_s * 1000)))]
+        if self._event in ready:
             os.eventfd_read(self._event)
-            return True
-        return False
+            return None
+        return ready
 
     def close(self) -> None:
         with self._lock:

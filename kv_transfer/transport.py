@@ -83,7 +83,11 @@ class Inlet(Protocol):
         ...
 
     def grant(self, slab: int, grant: int) -> None:
-        """From now on bytes may arrive in this slab under this grant, and under no other."""
+        """From now on bytes may arrive in this slab under this grant, and under no other.
+
+        Called again with the same number before a slab is asked for once more: what came under it
+        so far counts as not arrived.
+        """
         ...
 
     def pull(self, slab: int, grant: int, nbytes: int) -> None:
@@ -91,8 +95,9 @@ class Inlet(Protocol):
         ...
 
     def arrived(self, slab: int, grant: int, nbytes: int) -> bool:
-        """Whether the first ``nbytes`` that this grant was for are all here. Raises LinkLost when
-        the path broke or other bytes than these came.
+        """Whether the first ``nbytes`` that this grant was for are all here; stays so until the
+        next ``grant`` of the slab. Raises LinkLost when the path broke or other bytes than these
+        came.
         """
         ...
 

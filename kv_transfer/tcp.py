@@ -1,0 +1,115 @@
+"""Links between hosts: control and slabs over TCP, all to the one port that the receiver listens
+on. See ``tcp_listener`` for how a connection begins and ``tcp_streams`` for how slabs move.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import time
+from typing import Annotated
+
+import msgspec
+
+from kvferry.core.errors import LinkLost, ProtocolError
+from kvferry.kv_transfer.control import SocketChannel, bind_tcp, dial_tcp
+from kvferry.kv_transfer.tcp_listener import CONTROL, DATA, TOKEN_BYTES, TcpListener
+from kvferry.kv_transfer.tcp_streams import TcpInlet, TcpOutlet
+
+SCHEME = "tcp"
+MAX_STREAMS = 64
+_SETUP_LIMIT = 256
+
+
+class _Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Receiver to sender, once, over the control channel: dial so many streams with this token."""
+
+    token: Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
+    streams: Annotated[int, msgspec.Meta(ge=1, le=MAX_STREAMS)]
+
+
+_decoder = msgspec.msgpack.Decoder(_Setup)
+
+
+class TcpChannel(SocketChannel):
+    """One side of a link."""
+
+    transport = SCHEME
+
+    def __init__(
+        self, sock: socket.socket, listener: TcpListener | None = None, streams: int = 1
+    ) -> None:
+        """``listener``: where the streams will come in, on the receiver's side."""
+        super().__init__(sock)
+        self._listener = listener
+        self._streams = streams
+
+    def open_inlet(self, num_slabs: int, slab_bytes: int, timeout_s: float) -> TcpInlet:
+        listener, token = self._listener, secrets.token_bytes(TOKEN_BYTES)
+        if listener is None:
+            raise ProtocolError("the side that dialled opens the outlet")
+        inlet = TcpInlet(num_slabs, slab_bytes, self.wake, lambda: listener.forget(token))
+        listener.expect(token, self._streams, inlet.attach)
+        try:
+            self.send(msgspec.msgpack.encode(_Setup(token, self._streams)), timeout_s)
+        except LinkLost:
+            inlet.close()
+            raise
+        return inlet
+
+    def open_outlet(self, num_slabs: int, slab_bytes: int, timeout_s: float) -> TcpOutlet:
+        deadline = time.monotonic() + timeout_s
+        setup = self._setup(deadline)
+        socks: list[socket.socket] = []
+        try:
+            for _ in range(setup.streams):
+                socks.append(self._dial_stream(setup.token, deadline))
+        except OSError as error:
+            for sock in socks:
+                sock.close()
+            raise LinkLost(f"no data stream to the peer: {error}") from None
+        return TcpOutlet(num_slabs, slab_bytes, socks, self.wake)
+
+    def _setup(self, deadline: float) -> _Setup:
+        while (left_s := deadline - time.monotonic()) > 0:
+            frame = self.receive(left_s, _SETUP_LIMIT)
+            if frame is not None:
+                try:
+                    return _decoder.decode(frame)
+                except msgspec.DecodeError as error:
+                    raise ProtocolError(f"not the setup of a tcp link: {error}") from None
+        raise LinkLost("the peer opens no data path")
+
+    def _dial_stream(self, token: bytes, deadline: float) -> socket.socket:
+        """A stream to where the control channel goes. Raises OSError."""
+        control = self.frames.sock
+        sock = socket.socket(control.family, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(max(0.001, deadline - time.monotonic()))
+            sock.connect(control.getpeername())
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.sendall(DATA + token)
+            sock.settimeout(None)
+        except OSError:
+            sock.close()
+            raise
+        return sock
+
+
+def listen_tcp_link(host: str, streams: int) -> TcpListener:
+    """Listen on a free port of an interface. Raises OSError when there is none such."""
+    sock, address = bind_tcp(host)
+    return TcpListener(
+        sock, address, lambda accepted, listener: TcpChannel(accepted, listener, streams)
+    )
+
+
+def connect_tcp(endpoint: str, timeout_s: float) -> TcpChannel:
+    """Open a link to ``listen_tcp_link``. Raises LinkRefused, LinkLost."""
+    sock = dial_tcp(endpoint, timeout_s)
+    try:
+        sock.sendall(CONTROL)
+    except OSError as error:
+        sock.close()
+        raise LinkLost(f"{endpoint} does not answer: {error}") from None
+    return TcpChannel(sock)
