@@ -10,6 +10,7 @@ quantised one. Block sizes play no part: each side finds slots by its own block 
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -21,6 +22,10 @@ from kvferry.kv_transfer.layout import (
     Shard,
     Span,
 )
+
+LEAST_SLAB_BYTES = 256 * 1024
+"""No slab is smaller where the part has as many bytes; a third of ``slab_bytes`` if that is less."""
+WORD_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +39,6 @@ class SlabMove:
     heads: Span
     tokens: Span
     nbytes: int
-
-    def overlaps(self, other: SlabMove) -> bool:
-        """Whether both would write the same element."""
-        return (
-            self.layers.overlaps(other.layers)
-            and self.heads.overlaps(other.heads)
-            and self.tokens.overlaps(other.tokens)
-        )
 
 
 def check_compatible(source: KvLayout, target: KvLayout) -> None:
@@ -58,7 +55,8 @@ def wire_dtype(source: KvLayout, target: KvLayout, forced: str | None = None) ->
     """Element type of the slabs: ``forced``, else the narrower of the two caches' types.
 
     Of two equally narrow types it is the sender's. Raises TransferFailed for a conversion that is
-    not made: out of a quantised cache into another type, or of an unknown type.
+    not made: out of a quantised cache into another type, of an unknown type, or of heads that leave
+    their scales across 32-bit words.
     """
     narrower = min((source.dtype, target.dtype), key=lambda dtype: ELEMENT_BYTES[dtype])
     wire = forced or narrower
@@ -66,6 +64,8 @@ def wire_dtype(source: KvLayout, target: KvLayout, forced: str | None = None) ->
         raise TransferFailed(f"KV type on the wire {wire!r} is none of {', '.join(ELEMENT_BYTES)}")
     if source.dtype in QUANTISED_BYTES and (wire, target.dtype) != (source.dtype, source.dtype):
         raise TransferFailed(f"KV of {source.dtype} is not converted to {wire}, {target.dtype}")
+    if wire in QUANTISED_BYTES and source.head_dim % WORD_BYTES:
+        raise TransferFailed(f"KV heads of {source.head_dim} are not sent as {wire}")
     return wire
 
 
@@ -156,8 +156,9 @@ def _split(span: Span, longest: int) -> Iterator[Span]:
 class Cutter:
     """Cuts a part into slabs as it becomes ready: layer by layer, chunk of tokens after chunk.
 
-    A chunk is computed in all layers before the next one begins. Slabs wait until
-    ``least_bytes`` are ready, or all is: infinity sends everything at once.
+    A chunk is computed in all layers before the next one begins. Slabs wait until ``least_bytes``
+    are ready, or all is: infinity sends everything at once. They wait too where the rest of the
+    chunk, or of the prompt, would be left below ``LEAST_SLAB_BYTES``.
     """
 
     part: Shard
@@ -192,17 +193,36 @@ class Cutter:
         earlier chunks in all layers. The slabs to send now.
         """
         moves: list[SlabMove] = []
-        tokens_end = min(tokens_end, self.tokens.end)
+        tokens_end = self._taken(tokens_end)
         if tokens_end > self._chunk.end:
             if self._layer > self.part.layers.begin:
                 moves += self._cut_to(self.part.layers.end)
             self._chunk = Span(self._chunk.begin, tokens_end)
-        ready = Shard(Span(self._layer, min(layers_end, self.part.layers.end)), self.part.heads)
-        nbytes = self._chunk.length * ready.token_bytes(self.head_bytes)
-        last = ready.layers.end == self.part.layers.end and self._chunk.end == self.tokens.end
-        if ready.layers.length > 0 and (last or nbytes >= self.least_bytes):
-            moves += self._cut_to(ready.layers.end)
+        layers_end = min(layers_end, self.part.layers.end)
+        if self._layer < layers_end and self._chunk.length and self._is_worth_cutting(layers_end):
+            moves += self._cut_to(layers_end)
         return moves
+
+    def _taken(self, tokens_end: int) -> int:
+        """Where a chunk that ends there ends here: the last tokens are kept together."""
+        if tokens_end >= self.tokens.end:
+            return self.tokens.end
+        last = -(-self._least_slab // self.part.token_bytes(self.head_bytes))
+        return min(tokens_end, self.tokens.end - last)
+
+    def _is_worth_cutting(self, layers_end: int) -> bool:
+        layer_nbytes = self._chunk.length * self.part.token_bytes(self.head_bytes)
+        layer_nbytes //= self.part.layers.length
+        rest = (self.part.layers.end - layers_end) * layer_nbytes
+        if not rest and self._chunk.end == self.tokens.end:
+            return True
+        ready = (layers_end - self._layer) * layer_nbytes
+        least = max(self.least_bytes, self._least_slab)
+        return ready >= least and (not rest or rest >= self._least_slab)
+
+    @property
+    def _least_slab(self) -> int:
+        return min(LEAST_SLAB_BYTES, self.slab_bytes // 3)
 
     def _cut_to(self, layers_end: int) -> list[SlabMove]:
         region = Shard(Span(self._layer, layers_end), self.part.heads)
@@ -213,6 +233,23 @@ class Cutter:
             self._chunk = Span(self._chunk.end, self._chunk.end)
             self._layer = self.part.layers.begin
         return moves
+
+
+class _Spans:
+    """A set of numbers as its spans; those that touch are one."""
+
+    def __init__(self) -> None:
+        self._bounds: list[int] = []
+        """Begin and end of each, in order: numbers between an even place and the next are in."""
+
+    def overlaps(self, span: Span) -> bool:
+        place = bisect_right(self._bounds, span.begin)
+        return place % 2 == 1 or (place < len(self._bounds) and self._bounds[place] < span.end)
+
+    def add(self, span: Span) -> None:
+        """Of numbers that are not in yet."""
+        begin, end = bisect_left(self._bounds, span.begin), bisect_right(self._bounds, span.end)
+        self._bounds[begin:end] = [span.begin] * (begin % 2 == 0) + [span.end] * (end % 2 == 0)
 
 
 @dataclass(slots=True)
@@ -227,6 +264,8 @@ class Coverage:
     moves: dict[tuple[int, int], SlabMove] = field(default_factory=dict)
     """By (sender's rank, index)."""
     nbytes: int = 0
+    _tokens: dict[int, dict[Span, _Spans]] = field(default_factory=dict)
+    """By layer and head range, so that a check costs the same however much has arrived."""
 
     @property
     def expected_nbytes(self) -> int:
@@ -246,11 +285,16 @@ class Coverage:
             return "range outside the transfer"
         if move.nbytes != slab_nbytes(self.head_bytes, move.layers, move.heads, move.tokens):
             return "size does not fit the range"
-        if any(move.overlaps(other) for other in self.moves.values()):
-            return "range overlaps another slab"
+        for layer in range(*move.layers):
+            for heads, arrived in self._tokens.get(layer, {}).items():
+                if heads.overlaps(move.heads) and arrived.overlaps(move.tokens):
+                    return "range overlaps another slab"
         return None
 
     def add(self, source_rank: int, move: SlabMove) -> None:
         """Count a move, checked by ``fault``, as arrived."""
         self.moves[source_rank, move.index] = move
         self.nbytes += move.nbytes
+        for layer in range(*move.layers):
+            by_heads = self._tokens.setdefault(layer, {})
+            by_heads.setdefault(move.heads, _Spans()).add(move.tokens)

@@ -1,8 +1,10 @@
-"""The plan and the coverage are pure: properties over random layouts and ranges."""
+"""The plan is pure: properties over all layouts, ranges, cuts and orders of arrival."""
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -10,83 +12,352 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.core.errors import TransferFailed
-from kvferry.kv_transfer.layout import KvLayout
-from kvferry.kv_transfer.plan import Coverage, SlabMove, Span, check_compatible, plan_slabs
+from kvferry.kv_transfer.layout import KvLayout, Shard, Span
+from kvferry.kv_transfer.plan import (
+    LEAST_SLAB_BYTES,
+    Coverage,
+    Cutter,
+    SlabMove,
+    check_compatible,
+    cut,
+    parts,
+    slab_nbytes,
+    wire_dtype,
+)
 
-LAYOUT = KvLayout(num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, dtype="float32")
+RANKS = [1, 2, 3, 4, 8]
+LAYERS, HEADS = 30, 3
+LAYOUT = KvLayout(
+    num_layers=LAYERS, num_kv_heads=HEADS, head_dim=64, block_size=16, dtype="float32"
+)
 
 
-@st.composite
-def layouts(draw: st.DrawFn) -> KvLayout:
+def split(num_layers: int, num_kv_heads: int, tp: int, pp: int = 1) -> KvLayout:
     return KvLayout(
-        num_layers=draw(st.integers(1, 48)),
-        num_kv_heads=draw(st.integers(1, 8)),
-        head_dim=draw(st.sampled_from([8, 64, 128])),
-        block_size=draw(st.integers(1, 64)),
-        dtype=draw(st.sampled_from(["float64", "float32", "bfloat16"])),
+        num_layers=num_layers,
+        num_kv_heads=num_kv_heads,
+        head_dim=8,
+        block_size=16,
+        dtype="float32",
+        tp=tp,
+        pp=pp,
     )
 
 
-@settings(max_examples=100)
-@given(layouts(), st.integers(0, 300), st.integers(1, 3000), st.sampled_from([1 << 20, 2 << 20]))
-def test_slabs_partition_the_range_and_are_large(layout, begin, length, slab_bytes) -> None:
-    tokens = Span(begin, begin + length)
-    moves = plan_slabs(layout, layout, tokens, slab_bytes)
-    seen = np.zeros((layout.num_layers, length), np.int32)
-    for index, move in enumerate(moves):
-        assert move.index == index
-        assert move.heads == (0, layout.num_kv_heads)
-        assert move.nbytes <= slab_bytes
-        part = move.tokens.begin - begin, move.tokens.end - begin
-        seen[move.layers.begin : move.layers.end, part[0] : part[1]] += 1
-    assert (seen == 1).all()
-    total = length * layout.token_bytes
-    assert sum(move.nbytes for move in moves) == total
-    assert min(move.nbytes for move in moves) >= min(total, 256 * 1024)
+def assert_parts_cover_each_shard(source: KvLayout, target: KvLayout) -> None:
+    for target_rank in range(target.num_ranks):
+        sent = np.zeros((source.num_layers, source.num_kv_heads), np.int32)
+        for rank in range(source.num_ranks):
+            held = source.shard(rank)
+            for part in parts(source, rank, target, target_rank):
+                assert part.layers.within(held.layers)
+                assert part.heads.within(held.heads)
+                sent[slice(*part.layers), slice(*part.heads)] += 1
+        wanted = np.zeros_like(sent)
+        shard = target.shard(target_rank)
+        wanted[slice(*shard.layers), slice(*shard.heads)] = 1
+        assert (sent == wanted).all()
 
 
-def test_block_size_plays_no_part() -> None:
-    other = KvLayout(num_layers=30, num_kv_heads=3, head_dim=64, block_size=5, dtype="float32")
-    tokens = Span(3, 500)
-    assert plan_slabs(LAYOUT, other, tokens, 1 << 20) == plan_slabs(LAYOUT, LAYOUT, tokens, 1 << 20)
+@pytest.mark.parametrize(("prefill", "decode"), list(itertools.product(RANKS, RANKS)))
+def test_every_element_of_a_rank_is_sent_once(prefill: int, decode: int) -> None:
+    for heads in (1, 2, 3, 4, 5, 8, 12):
+        assert_parts_cover_each_shard(split(2, heads, prefill), split(2, heads, decode))
 
 
-def test_an_empty_range_needs_no_slab() -> None:
-    assert plan_slabs(LAYOUT, LAYOUT, Span(7, 7), 1 << 20) == ()
+@settings(max_examples=60)
+@given(
+    st.integers(1, 13),
+    st.integers(1, 9),
+    *(st.sampled_from(RANKS) for _ in range(2)),
+    *(st.integers(1, 5) for _ in range(2)),
+)
+def test_and_so_with_stages(layers, heads, prefill, decode, source_pp, target_pp) -> None:
+    source = split(layers, heads, prefill, min(source_pp, layers))
+    assert_parts_cover_each_shard(source, split(layers, heads, decode, min(target_pp, layers)))
+
+
+@pytest.mark.parametrize(("prefill", "decode"), list(itertools.product(RANKS, RANKS)))
+def test_ranks_that_hold_the_same_head_share_its_receivers(prefill: int, decode: int) -> None:
+    source, target = split(1, 2, prefill), split(1, 2, decode)
+    for head in range(2):
+        holders = [r for r in range(prefill) if Span(head, head + 1).within(source.shard(r).heads)]
+        served = {
+            rank: sum(
+                Span(head, head + 1).within(part.heads)
+                for target_rank in range(decode)
+                for part in parts(source, rank, target, target_rank)
+            )
+            for rank in holders
+        }
+        assert max(served.values()) - min(served.values()) <= 1
+
+
+def test_a_part_is_as_few_ranges_as_can_be() -> None:
+    assert parts(split(4, 8, 2), 0, split(4, 8, 4), 1) == (Shard(Span(0, 4), Span(2, 4)),)
+    assert parts(split(4, 8, 2), 0, split(4, 8, 4), 2) == ()
+    assert parts(split(4, 8, 1, 2), 1, split(4, 8, 1, 1), 0) == (Shard(Span(2, 4), Span(0, 8)),)
+    assert parts(split(4, 8, 1, 2), 0, split(4, 8, 1, 2), 1) == ()
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("num_layers", 31), ("num_kv_heads", 4), ("head_dim", 32), ("dtype", "float16")],
+    ("name", "value"), [("num_layers", 31), ("num_kv_heads", 4), ("head_dim", 32)]
 )
 def test_layouts_that_cannot_be_bridged_are_named(name: str, value: object) -> None:
-    values = {"num_layers": 30, "num_kv_heads": 3, "head_dim": 64, "dtype": "float32"}
+    values = {"num_layers": LAYERS, "num_kv_heads": HEADS, "head_dim": 64, "dtype": "float32"}
     other = KvLayout(block_size=16, **(values | {name: value}))
     with pytest.raises(TransferFailed, match=name):
         check_compatible(LAYOUT, other)
     with pytest.raises(TransferFailed, match=name):
-        plan_slabs(LAYOUT, other, Span(0, 10), 1 << 20)
+        parts(LAYOUT, 0, other, 0)
+
+
+def typed(dtype: str, head_dim: int = 64) -> KvLayout:
+    return KvLayout(num_layers=1, num_kv_heads=1, head_dim=head_dim, block_size=1, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "forced", "wire"),
+    [
+        ("float32", "float32", None, "float32"),
+        ("float64", "float32", None, "float32"),
+        ("float32", "float64", None, "float32"),
+        ("bfloat16", "float32", None, "bfloat16"),
+        ("bfloat16", "float16", None, "bfloat16"),
+        ("float16", "bfloat16", None, "float16"),
+        ("float32", "int8", None, "int8"),
+        ("bfloat16", "float8_e4m3fn", None, "float8_e4m3fn"),
+        ("int8", "int8", None, "int8"),
+        ("float8_e4m3fn", "float8_e4m3fn", "float8_e4m3fn", "float8_e4m3fn"),
+        ("float32", "float32", "int8", "int8"),
+        ("float32", "int8", "float32", "float32"),
+    ],
+)
+def test_the_narrower_type_travels_unless_one_is_forced(source, target, forced, wire) -> None:
+    assert wire_dtype(typed(source), typed(target), forced) == wire
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "forced", "match"),
+    [
+        ("int8", "float32", None, "int8 is not converted to int8, float32"),
+        ("int8", "float8_e4m3fn", None, "int8 is not converted"),
+        ("int8", "int8", "float32", "int8 is not converted to float32"),
+        ("float32", "float32", "complex64", "complex64"),
+    ],
+)
+def test_conversions_that_are_not_made(source, target, forced, match) -> None:
+    with pytest.raises(TransferFailed, match=match):
+        wire_dtype(typed(source), typed(target), forced)
+
+
+def test_heads_whose_scales_would_not_lie_on_words_are_not_quantised() -> None:
+    assert wire_dtype(typed("float32", 6), typed("float32", 6)) == "float32"
+    with pytest.raises(TransferFailed, match="heads of 6"):
+        wire_dtype(typed("float32", 6), typed("float32", 6), "int8")
+
+
+@st.composite
+def regions(draw: st.DrawFn) -> tuple[Shard, Span, int]:
+    layer, head, token = draw(st.integers(0, 9)), draw(st.integers(0, 3)), draw(st.integers(0, 300))
+    layers = Span(layer, layer + draw(st.integers(1, 48)))
+    heads = Span(head, head + draw(st.integers(1, 8)))
+    head_bytes = draw(st.sampled_from([12, 32, 68, 128, 132, 256, 1024]))
+    return Shard(layers, heads), Span(token, token + draw(st.integers(1, 3000))), head_bytes
+
+
+class Canvas:
+    """Counts how often each layer and token of a part is cut."""
+
+    def __init__(self, part: Shard, tokens: Span, head_bytes: int) -> None:
+        self.part, self.tokens, self.head_bytes = part, tokens, head_bytes
+        self.seen = np.zeros((part.layers.length, tokens.length), np.int32)
+        self.nbytes: list[int] = []
+
+    def paint(self, move: SlabMove) -> None:
+        assert move.index == len(self.nbytes)
+        assert move.heads == self.part.heads
+        assert move.nbytes == slab_nbytes(self.head_bytes, move.layers, move.heads, move.tokens)
+        layers = move.layers.relative_to(self.part.layers.begin)
+        self.seen[slice(*layers), slice(*move.tokens.relative_to(self.tokens.begin))] += 1
+        self.nbytes.append(move.nbytes)
+
+    def check(self, slab_bytes: int) -> None:
+        assert (self.seen == 1).all()
+        total = self.tokens.length * self.part.token_bytes(self.head_bytes)
+        assert sum(self.nbytes) == total
+        assert max(self.nbytes) <= slab_bytes
+        assert min(self.nbytes) >= min(total, LEAST_SLAB_BYTES, slab_bytes // 3)
+
+
+@settings(max_examples=100)
+@given(regions(), st.sampled_from([20_000, 768 * 1024, 1 << 20, 2 << 20]))
+def test_slabs_partition_the_range_and_are_large(region, slab_bytes) -> None:
+    canvas = Canvas(*region)
+    for move in cut(*region, slab_bytes):
+        canvas.paint(move)
+    canvas.check(slab_bytes)
+
+
+def test_slabs_count_on_from_a_number() -> None:
+    region = Shard(Span(0, 4), Span(0, 1)), Span(0, 9), 64
+    assert [move.index for move in cut(*region, 1152, 7)] == [7, 8, 9, 10]
+
+
+def test_an_empty_range_needs_no_slab() -> None:
+    assert cut(LAYOUT.whole, Span(7, 7), 256, 1 << 20) == []
+    assert cut(Shard(Span(3, 3), Span(0, 1)), Span(7, 9), 256, 1 << 20) == []
 
 
 def test_a_slab_below_one_token_of_one_layer_is_refused() -> None:
-    with pytest.raises(TransferFailed, match="one token of one layer"):
-        plan_slabs(LAYOUT, LAYOUT, Span(0, 10), LAYOUT.layer_token_bytes - 1)
+    with pytest.raises(TransferFailed, match="one token of one layer has 1536 bytes"):
+        cut(LAYOUT.whole, Span(0, 10), LAYOUT.head_bytes, 1535)
+    assert len(cut(LAYOUT.whole, Span(0, 10), LAYOUT.head_bytes, 1536)) == 10 * LAYERS
 
 
-@settings(max_examples=25)
-@given(st.integers(1, 800), st.randoms(use_true_random=False))
+def steps(part: Shard, tokens: Span, rng: random.Random) -> Iterator[tuple[int, int]]:
+    """A prompt being computed, from its first token to beyond what is wanted of it: some layers of
+    a chunk, then all, then the next chunk.
+    """
+    layers_total = part.layers.end + rng.randrange(3)
+    end, chunk_end = tokens.end + rng.randrange(3), 0
+    while chunk_end < end:
+        chunk_end = min(end, chunk_end + rng.randint(1, rng.choice([16, 256, 2048])))
+        stops = rng.sample(range(layers_total), rng.randrange(min(layers_total, 6) + 1))
+        for layers_end in [*sorted(stops), layers_total]:
+            yield layers_end, chunk_end
+
+
+@settings(max_examples=150)
+@given(
+    regions(),
+    st.sampled_from([20_000, 768 * 1024, 2 << 20]),
+    st.sampled_from([0.0, 50_000.0, 1e6, float("inf")]),
+    st.randoms(use_true_random=False),
+)
+def test_a_cutter_sends_what_is_ready_once_and_in_large_slabs(
+    region, slab_bytes, least_bytes, rng
+) -> None:
+    part, tokens, _ = region
+    canvas = Canvas(*region)
+    cutter = Cutter(*region, slab_bytes, least_bytes)
+    earlier = 0
+    chunk_end = 0
+    for layers_end, tokens_end in steps(part, tokens, rng):
+        if tokens_end > chunk_end:
+            earlier, chunk_end = chunk_end, tokens_end
+        assert not cutter.complete
+        moves = cutter.advance(layers_end, tokens_end)
+        for move in moves:
+            assert move.tokens.end <= earlier or (
+                move.tokens.end <= tokens_end and move.layers.end <= layers_end
+            )
+            canvas.paint(move)
+        if least_bytes == float("inf") and not cutter.complete:
+            assert moves == []
+        assert cutter.num_cut == len(canvas.nbytes)
+        if cutter.complete:
+            break
+    assert cutter.complete
+    assert cutter.nbytes == sum(canvas.nbytes)
+    canvas.check(slab_bytes)
+
+
+def test_a_cutter_sends_layers_while_later_ones_are_computed() -> None:
+    cutter = Cutter(LAYOUT.whole, Span(0, 1024), LAYOUT.head_bytes, 2 << 20)
+    cut_after = [len(cutter.advance(layer, 1024)) for layer in range(1, LAYERS + 1)]
+    assert cut_after == [1] * LAYERS
+
+
+def test_a_cutter_waits_for_the_least_that_is_worth_a_send() -> None:
+    layer_nbytes = 1024 * LAYOUT.layer_token_bytes
+    cutter = Cutter(LAYOUT.whole, Span(0, 1024), LAYOUT.head_bytes, 2 << 20, 10 * layer_nbytes)
+    cut_after = [bool(cutter.advance(layer, 1024)) for layer in range(1, LAYERS + 1)]
+    assert [layer for layer, any_ in enumerate(cut_after, 1) if any_] == [10, 20, 30]
+
+
+def test_a_cutter_tells_again_what_it_told_without_sending_twice() -> None:
+    cutter = Cutter(LAYOUT.whole, Span(0, 2048), LAYOUT.head_bytes, 2 << 20)
+    assert len(cutter.advance(7, 1024)) == 7
+    assert cutter.advance(7, 1024) == []
+    assert cutter.advance(3, 1024) == []
+
+
+def test_a_cutter_of_nothing_is_complete() -> None:
+    cutter = Cutter(LAYOUT.whole, Span(5, 5), LAYOUT.head_bytes, 2 << 20)
+    assert cutter.complete
+    assert cutter.advance(LAYERS, 5) == []
+
+
+def coverage_of(tokens: Span, shard: Shard = LAYOUT.whole) -> Coverage:
+    return Coverage(shard, tokens, LAYOUT.head_bytes)
+
+
+@settings(max_examples=40)
+@given(
+    st.integers(1, 800),
+    st.sampled_from(RANKS),
+    st.sampled_from(RANKS),
+    st.randoms(use_true_random=False),
+)
 def test_coverage_is_complete_after_the_last_slab_in_any_order(
-    length: int, rng: random.Random
+    length: int, prefill: int, decode: int, rng: random.Random
 ) -> None:
     tokens = Span(5, 5 + length)
-    moves = list(plan_slabs(LAYOUT, LAYOUT, tokens, 64 * 1024))
+    source, target = split(6, 4, prefill, 2), split(6, 4, decode)
+    rank = rng.randrange(decode)
+    moves = [
+        (sender, move)
+        for sender in range(source.num_ranks)
+        for part in parts(source, sender, target, rank)
+        for move in cut(part, tokens, source.head_bytes, rng.choice([400, 6000, 64_000]))
+    ]
     rng.shuffle(moves)
-    coverage = Coverage(LAYOUT, tokens)
-    for move in moves:
+    coverage = Coverage(target.shard(rank), tokens, source.head_bytes)
+    for sender, move in moves:
         assert not coverage.complete
         assert coverage.fault(move) is None
-        coverage.add(move)
-        assert coverage.fault(move) is not None
+        coverage.add(sender, move)
+        assert coverage.fault(move) == "range overlaps another slab"
+    assert coverage.complete
+    assert coverage.nbytes == length * target.shard(rank).token_bytes(source.head_bytes)
+
+
+def random_span(rng: random.Random, begin: int, end: int) -> Span:
+    first, last = sorted(rng.sample(range(begin, end + 1), 2))
+    return Span(first, last)
+
+
+@pytest.mark.parametrize("case", range(50))
+def test_coverage_finds_every_overlap(seeded: int, case: int) -> None:
+    rng = random.Random(seeded + case)
+    shard, tokens = Shard(Span(2, 6), Span(1, 5)), Span(3, 15)
+    coverage = coverage_of(tokens, shard)
+    seen = np.zeros((4, 4, 12), bool)
+    for index in range(60):
+        spans = random_span(rng, 2, 6), random_span(rng, 1, 5), random_span(rng, 3, 15)
+        move = SlabMove(index, *spans, slab_nbytes(LAYOUT.head_bytes, *spans))
+        place = tuple(
+            slice(*span.relative_to(first)) for span, first in zip(spans, (2, 1, 3), strict=True)
+        )
+        assert (coverage.fault(move) is not None) == seen[place].any()
+        if not seen[place].any():
+            seen[place] = True
+            coverage.add(0, move)
+    assert coverage.complete == seen.all()
+
+
+def test_coverage_of_a_long_prompt_costs_no_more_per_slab() -> None:
+    """65,536 slabs; against each other they would be 2,147,450,880 pairs."""
+    tokens = Span(0, 32_768)
+    layout = KvLayout(num_layers=64, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")
+    coverage = Coverage(layout.whole, tokens, layout.head_bytes)
+    moves = cut(layout.whole, tokens, layout.head_bytes, 32 * layout.layer_token_bytes)
+    assert len(moves) == 65_536
+    random.Random(3).shuffle(moves)
+    for move in moves:
+        assert coverage.fault(move) is None
+        coverage.add(0, move)
     assert coverage.complete
 
 
@@ -104,9 +375,9 @@ def test_coverage_is_complete_after_the_last_slab_in_any_order(
     ],
 )
 def test_coverage_refuses_what_is_not_part_of_the_transfer(layers, heads, tokens, match) -> None:
-    coverage = Coverage(LAYOUT, Span(5, 20))
+    coverage = coverage_of(Span(5, 20))
     span = Span(3, 6), Span(0, 3), Span(5, 10)
-    coverage.add(SlabMove(0, *span, 3 * 2 * 5 * 3 * 256))
+    coverage.add(0, SlabMove(0, *span, 3 * 2 * 5 * 3 * 256))
     nbytes = 0 if match == "size" else 2 * 2 * 3 * 1 * 256
     fault = coverage.fault(SlabMove(1, layers, heads, tokens, nbytes))
     assert fault is not None
