@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvferry.core.errors import LinkRefused
-from kvferry.kv_transfer import loopback, shm, tcp
+from kvferry.kv_transfer import loopback, process_group, shm, tcp
+from kvferry.kv_transfer.torch_groups import why_not_gloo, why_not_nccl
 from kvferry.kv_transfer.transport import Channel, Connect, Listener
 
 
@@ -58,6 +59,22 @@ TRANSPORTS = {
             Medium.NETWORK,
             lambda options: tcp.listen_tcp_link(options.host, options.streams),
             tcp.connect_tcp,
+        ),
+        Transport(
+            "gloo",
+            Medium.NETWORK,
+            lambda options: process_group.listen_gloo(options.host),
+            process_group.connect_gloo,
+            why_not_gloo,
+            authenticates=False,
+        ),
+        Transport(
+            "nccl",
+            Medium.DEVICE,
+            lambda options: process_group.listen_nccl(options.host),
+            process_group.connect_nccl,
+            why_not_nccl,
+            authenticates=False,
         ),
     )
 }
