@@ -1,27 +1,20 @@
-"""The sender's transfers: one lock decides each one's end, whoever asks for it.
+"""The sender's transfers: what of each is computed, cut, in memory of the receiver's, acknowledged.
 
-    state     event                                       next      terminal event
-    QUEUED    its link offers it                          QUEUED
-    QUEUED    a credit arrives, a pack begins             PACKING
-    PACKING   the pack returns                            QUEUED
-    QUEUED    all slabs acknowledged                      ENDED     SendDone
-    QUEUED    abort                                       ENDED     SendAborted
-    QUEUED    refusal, stale block, no progress, ...      ENDED     SendFailed
-    PACKING   abort                                       (SendAborted, once the pack has returned)
-    ENDED     anything                                    ENDED
-
-Only the link's thread packs and fails a transfer; abort may come from any thread at any time.
+One lock decides each one's end, whoever asks for it (``states``). Only the link's thread packs
+and fails a transfer; ``computed`` and ``abort`` may come from any thread at any time.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from typing import NamedTuple
 
 from kvferry.core.ids import AttemptKey
 from kvferry.kv_transfer.jobs import (
+    Account,
     Reason,
     SendAborted,
     SendDone,
@@ -29,46 +22,146 @@ from kvferry.kv_transfer.jobs import (
     SendFailed,
     SendJob,
 )
-from kvferry.kv_transfer.plan import SlabMove
+from kvferry.kv_transfer.layout import Shard
+from kvferry.kv_transfer.plan import Cutter, SlabMove
+from kvferry.kv_transfer.states import Event, State, advance
 
 
-class TransferState(Enum):
-    QUEUED = auto()
-    PACKING = auto()
-    ENDED = auto()
+class Owed(NamedTuple):
+    """What this rank sends of a job, and when."""
+
+    parts: tuple[Shard, ...]
+    head_bytes: int
+    """Of the wire's type, scale included."""
+    least_bytes: float
+    """Slabs wait until so much is computed, or all is."""
+    num_ranks: int = 1
+    """Ranks of this sender that have a part of the lease."""
+
+
+class Progress(NamedTuple):
+    """What of a prompt is computed: see ``plan.Cutter``."""
+
+    layers_end: int
+    tokens_end: int
+    after: object
+    """The device's event that the blocks' contents wait for."""
+
+
+class Ready(NamedTuple):
+    """A slab that can be packed."""
+
+    move: SlabMove
+    after: object
 
 
 @dataclass(slots=True)
 class Transfer:
-    """One job under way. Its link's thread owns all fields but ``state`` and ``ending``."""
+    """One job under way. Its link's thread owns all fields but those of ``report`` and ``state``,
+    ``ending``.
+    """
 
     job: SendJob
-    started_s: float
+    owed: Owed
     progress_s: float
     """When something last moved."""
-    moves: tuple[SlabMove, ...] = ()
-    unsent: list[int] = field(default_factory=list)
-    """Slabs without memory, last first."""
-    held: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """grant -> (slab memory, slab index): filled and not yet acknowledged."""
+    progress: Progress | None = None
+    first_report: tuple[Progress, float] | None = None
+    computed_s: float | None = None
+    """When all was computed."""
+    wake: Callable[[], None] = lambda: None
+    """Make the link look at ``progress``."""
+    slabs: list[Ready] = field(default_factory=list)
+    """All that are cut; the position is the index."""
+    unsent: deque[int] = field(default_factory=deque)
+    """Slabs without memory."""
     acked: set[int] = field(default_factory=set)
     retried: bool = False
     """Sent once more already since it last moved."""
-    nbytes: int = 0
-    busy_s: float = 0.0
-    state: TransferState = TransferState.QUEUED
+    account: Account = field(default_factory=Account)
+    ready_s: float | None = None
+    """When the first slab stood ready."""
+    starved_s: float | None = None
+    """Since when slabs stand ready and none has memory."""
+    state: State = State.WAITING
     ending: SendEvent | None = None
-    """Decided; delivered once the state is ENDED."""
+    """Decided; delivered once the state is one of the end."""
+    _cutters: tuple[Cutter, ...] = ()
+    _seen: Progress | None = None
 
     @property
-    def is_delivered(self) -> bool:
-        return isinstance(self.ending, SendDone)
+    def nbytes(self) -> int:
+        """All that is owed, computed or not."""
+        owed = self.owed
+        token_bytes = sum(part.token_bytes(owed.head_bytes) for part in owed.parts)
+        return self.job.tokens.length * token_bytes
+
+    @property
+    def is_live(self) -> bool:
+        return self.state.is_live
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all is cut."""
+        return bool(self._cutters) and all(cutter.complete for cutter in self._cutters)
+
+    @property
+    def is_acked(self) -> bool:
+        return self.is_whole and len(self.acked) == len(self.slabs)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether something is cut that the receiver has not acknowledged."""
+        return len(self.acked) < len(self.slabs)
+
+    def report(self, progress: Progress, now: float) -> bool:
+        """More is computed. Whether the link should look at it. The step loop's thread."""
+        end = max(part.layers.end for part in self.owed.parts) if self.owed.parts else 0
+        whole = progress.layers_end >= end and progress.tokens_end >= self.job.tokens.end
+        if whole and self.computed_s is None:
+            self.computed_s = now
+        if self.first_report is None:
+            self.first_report = (progress, now)
+        self.progress = progress
+        return whole or self.owed.least_bytes < self.nbytes
+
+    def cut(self, slab_bytes: int, now: float) -> bool:
+        """Cut what became ready since the last call; whether there was any.
+
+        Raises TransferFailed for a slab too small for one token of one layer.
+        """
+        progress = self.progress
+        if progress is None or progress is self._seen:
+            return False
+        self._seen = progress
+        if not self._cutters:
+            owed, tokens = self.owed, self.job.tokens
+            least_bytes = owed.least_bytes / len(owed.parts)
+            self._cutters = tuple(
+                Cutter(part, tokens, owed.head_bytes, slab_bytes, least_bytes)
+                for part in owed.parts
+            )
+        before = len(self.slabs)
+        for cutter in self._cutters:
+            cutter.num_cut = len(self.slabs)
+            for move in cutter.advance(progress.layers_end, progress.tokens_end):
+                self.unsent.append(move.index)
+                self.slabs.append(Ready(move, progress.after))
+        if len(self.slabs) == before:
+            return False
+        if self.ready_s is None:
+            self.ready_s = now
+        return True
 
     def rewind(self) -> None:
         """Forget what was in flight: its link is gone."""
-        self.held.clear()
-        missing = [move.index for move in self.moves if move.index not in self.acked]
-        self.unsent = missing[::-1]
+        self.unsent = deque(index for index in range(len(self.slabs)) if index not in self.acked)
+
+    def count_starving(self, now: float) -> None:
+        """Add up the time in which slabs stand ready and none has memory granted for it."""
+        if self.starved_s is not None:
+            self.account.credit_s += now - self.starved_s
+        self.starved_s = now if self.unsent else None
 
 
 class TransferTable:
@@ -84,51 +177,73 @@ class TransferTable:
         self._clock = clock
         self._progress_timeout_s = progress_timeout_s
         self._lock = threading.Lock()
-        self._transfers: dict[AttemptKey, Transfer] = {}
+        self._transfers: dict[AttemptKey, dict[int, Transfer]] = {}
+        """By attempt and rank of the receiver."""
 
-    def add(self, job: SendJob) -> Transfer:
-        """Raises ValueError when this attempt is being sent already."""
-        now = self._clock()
+    def add(self, job: SendJob, owed: Owed) -> Transfer:
+        """Raises ValueError when this attempt is being sent to that rank already."""
         with self._lock:
-            if job.key in self._transfers:
-                raise ValueError(f"attempt {job.key} is being sent already")
-            transfer = self._transfers[job.key] = Transfer(job, now, now)
+            ranks = self._transfers.setdefault(job.key, {})
+            if job.target_rank in ranks:
+                raise ValueError(f"attempt {job.key} is being sent to {job.target_rank} already")
+            transfer = ranks[job.target_rank] = Transfer(job, owed, self._clock())
         return transfer
 
-    def abort(self, key: AttemptKey) -> None:
-        """Legal in any state, idempotent."""
+    def of(self, key: AttemptKey) -> list[Transfer]:
+        """The live transfers of an attempt, one per rank of the receiver."""
         with self._lock:
-            transfer = self._transfers.get(key)
-            event = None if transfer is None else self._end(transfer, SendAborted(key))
-        self._emit(event)
+            return list(self._transfers.get(key, {}).values())
+
+    def abort(self, key: AttemptKey) -> list[Transfer]:
+        """Legal in any state, idempotent. Those that it ended or will end."""
+        with self._lock:
+            transfers = list(self._transfers.get(key, {}).values())
+            ended = [self._end(transfer, Event.CLOSE, SendAborted(key)) for transfer in transfers]
+        for event in ended:
+            self._emit(event)
+        return transfers
 
     def fail(self, transfer: Transfer, reason: Reason, detail: str = "") -> None:
+        failed = SendFailed(transfer.job.key, reason, detail)
         with self._lock:
-            event = self._end(transfer, SendFailed(transfer.job.key, reason, detail))
+            event = self._end(transfer, Event.FAIL, failed)
         self._emit(event)
 
     def succeed(self, transfer: Transfer) -> None:
-        wall_s = self._clock() - transfer.started_s
+        """All is acknowledged."""
+        now, account = self._clock(), transfer.account
+        account.wall_s = now - (now if transfer.ready_s is None else transfer.ready_s)
+        account.exposed_s = now - (now if transfer.computed_s is None else transfer.computed_s)
+        done = SendDone(transfer.job.key, account)
         with self._lock:
-            done = SendDone(transfer.job.key, transfer.nbytes, transfer.busy_s, wall_s)
-            event = self._end(transfer, done)
+            event = self._end(transfer, Event.COMPLETE, done)
         self._emit(event)
+
+    def offer(self, transfer: Transfer) -> bool:
+        """The receiver is to be told that slabs stand ready. False when the transfer is over."""
+        with self._lock:
+            if transfer.is_live:
+                transfer.state = advance(transfer.state, Event.OFFER)
+            return transfer.is_live
+
+    def lost(self, transfer: Transfer) -> None:
+        """The link is gone; what was in flight is forgotten."""
+        with self._lock:
+            transfer.state = advance(transfer.state, Event.LOST)
+        transfer.rewind()
 
     def begin_pack(self, transfer: Transfer) -> bool:
         """Whether the pack may begin; if so ``finish_pack`` must follow."""
         with self._lock:
-            if transfer.state is TransferState.ENDED:
-                return False
-            transfer.state = TransferState.PACKING
-            return True
+            if transfer.is_live:
+                transfer.state = advance(transfer.state, Event.COPY)
+            return transfer.is_live
 
     def finish_pack(self, transfer: Transfer) -> bool:
         """The pack has returned. Whether the transfer goes on."""
         with self._lock:
-            transfer.state = TransferState.QUEUED
-            event: SendEvent | None = None
-            if transfer.ending is not None:
-                event = self._end(transfer, transfer.ending)
+            transfer.state = advance(transfer.state, Event.COPIED)
+            event = self._forget(transfer) if transfer.state.is_ended else None
         self._emit(event)
         return event is None
 
@@ -144,17 +259,21 @@ class TransferTable:
     def is_overdue(self, transfer: Transfer) -> bool:
         return self.overdue_in_s(transfer) <= 0
 
-    def _end(self, transfer: Transfer, event: SendEvent) -> SendEvent | None:
-        """The one transition into ENDED. The event to deliver now, if any."""
-        match transfer.state:
-            case TransferState.QUEUED:
-                transfer.state = TransferState.ENDED
-                transfer.ending = event
-                del self._transfers[transfer.job.key]
-                return event
-            case TransferState.PACKING:
-                transfer.ending = transfer.ending or event
-        return None
+    def _end(self, transfer: Transfer, event: Event, ending: SendEvent) -> SendEvent | None:
+        """What to deliver now, if anything."""
+        if not transfer.is_live:
+            return None
+        transfer.ending = ending
+        transfer.state = advance(transfer.state, event)
+        return self._forget(transfer) if transfer.state.is_ended else None
+
+    def _forget(self, transfer: Transfer) -> SendEvent | None:
+        job = transfer.job
+        ranks = self._transfers[job.key]
+        del ranks[job.target_rank]
+        if not ranks:
+            del self._transfers[job.key]
+        return transfer.ending
 
     def _emit(self, event: SendEvent | None) -> None:
         if event is not None:

@@ -1,29 +1,41 @@
 """The sending side: packs leased blocks into slabs that receivers grant. One thread and one link
-per endpoint.
+per rank of a receiver.
 
-A link is opened by the first job for its endpoint, kept while the peer beats, and forgotten when it
-is lost with nothing left to send; the next job opens a new one.
+A link belongs to one incarnation of a receiver. It is opened by the first job for it, kept while
+the peer beats, and forgotten when it is lost with nothing left to send; the next job opens a new
+one, over whichever endpoint is the choice then.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
+from functools import lru_cache
+from typing import NamedTuple
 
-from kvferry.core.ids import AttemptKey
+from kvferry.core.errors import TransferFailed
+from kvferry.core.ids import AttemptKey, Incarnation
 from kvferry.kv_transfer.endpoints import connect as connect_any
 from kvferry.kv_transfer.handshake import LinkOptions
-from kvferry.kv_transfer.jobs import SendEvent, SendJob
+from kvferry.kv_transfer.jobs import Reason, SendEvent, SendJob
+from kvferry.kv_transfer.layout import KvLayout, Shard, head_nbytes
 from kvferry.kv_transfer.memory import KvMemory
-from kvferry.kv_transfer.outgoing import Transfer, TransferTable
-from kvferry.kv_transfer.sender_link import SenderLink
+from kvferry.kv_transfer.outgoing import Owed, Progress, Transfer, TransferTable
+from kvferry.kv_transfer.plan import parts, wire_dtype
+from kvferry.kv_transfer.sender_link import Choose, SenderLink, SenderParts, choose_first
 from kvferry.kv_transfer.transport import Connect
 
 
+class Peer(NamedTuple):
+    """One rank of one life of a receiver."""
+
+    incarnation: Incarnation
+    rank: int
+
+
 class KvSender:
-    """Sends KV out of one worker's cache."""
+    """Sends KV out of one rank's cache."""
 
     def __init__(
         self,
@@ -32,51 +44,69 @@ class KvSender:
         on_event: Callable[[SendEvent], None],
         connect: Connect = connect_any,
         clock: Callable[[], float] = time.monotonic,
+        choose: Choose = choose_first,
     ) -> None:
         self._memory = memory
-        self._options = options
-        self._connect = connect
         self._table = TransferTable(on_event, clock, options.progress_timeout_s)
+        self._parts = SenderParts(memory, self._table, options, connect, choose, clock)
+        self._clock = clock
         self._lock = threading.Lock()
-        self._links: dict[str, _LinkThread] = {}
+        self._links: dict[Peer, _LinkThread] = {}
         self._threads: set[threading.Thread] = set()
         self._closed = False
 
     @property
     def num_links(self) -> int:
-        """Endpoints with a link, or one being opened."""
+        """Ranks of receivers with a link, or one being opened."""
         with self._lock:
             return len(self._links)
 
     def send(self, job: SendJob) -> None:
-        """Begin a transfer; its terminal event follows. Does not wait.
+        """Begin a transfer of which all is computed. As ``begin``."""
+        self.begin(job)
+        self.computed(job.key, self._memory.layout.num_layers, job.tokens.end)
 
-        Raises ValueError when the attempt is being sent already, RuntimeError after close.
+    def begin(self, job: SendJob) -> None:
+        """Begin a transfer of which nothing is computed yet; its terminal event follows, at once
+        when this rank owes that rank nothing. Does not wait.
+
+        Raises ValueError when the attempt is being sent to that rank already, RuntimeError after
+        close.
         """
+        owed, fault = Owed((), 0, 0.0), ""
+        try:
+            owed = self._owed(job)
+        except TransferFailed as error:
+            fault = str(error)
         with self._lock:
             if self._closed:
                 raise RuntimeError("the sender is closed")
-            transfer = self._table.add(job)
-            entry = self._links.get(job.endpoint)
-            if entry is None:
-                entry = self._links[job.endpoint] = _LinkThread(self, job.endpoint)
-                self._threads.add(entry.thread)
-                entry.inbox.append(transfer)
-                entry.thread.start()
-                return
-            entry.inbox.append(transfer)
-        entry.link.wake()
+            transfer = self._table.add(job, owed)
+            if owed.parts:
+                self._post(transfer)
+        if fault:
+            self._table.fail(transfer, Reason.MISMATCH, fault)
+        elif not owed.parts:
+            self._table.succeed(transfer)
+
+    def computed(
+        self, key: AttemptKey, layers_end: int, tokens_end: int, after: object = None
+    ) -> None:
+        """Tokens before ``tokens_end`` are computed in layers before ``layers_end``, and those of
+        earlier chunks in all layers. ``after``: an event of the device that their contents wait
+        for. Cheap; never waits. Nothing happens to a transfer that has ended.
+        """
+        progress = Progress(layers_end, tokens_end, after)
+        for transfer in self._table.of(key):
+            if transfer.report(progress, self._clock()):
+                transfer.wake()
 
     def abort(self, key: AttemptKey) -> None:
-        """End a transfer: SendAborted follows, after the pack that runs, unless it has ended.
-
-        Idempotent.
+        """End an attempt's transfers: SendAborted follows for each that is live, once the pack that
+        runs has returned. Idempotent.
         """
-        self._table.abort(key)
-        with self._lock:
-            entries = list(self._links.values())
-        for entry in entries:
-            entry.link.wake()
+        for transfer in self._table.abort(key):
+            transfer.wake()
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Fail live transfers, close all links, join the threads.
@@ -94,19 +124,32 @@ class KvSender:
             if thread.is_alive():
                 raise TimeoutError(f"{thread.name} does not end")
 
-    def make_link(self, endpoint: str, inbox: deque[Transfer]) -> SenderLink:
-        return SenderLink(
-            lambda timeout_s: self._connect(endpoint, timeout_s),
-            inbox,
-            self._memory,
-            self._table,
-            self._options,
-        )
+    def _owed(self, job: SendJob) -> Owed:
+        """Raises TransferFailed for layouts or types that cannot be bridged."""
+        source = self._memory.layout
+        wire = wire_dtype(source, job.target, job.wire)
+        owed = _parts(source, self._memory.rank, job.target, job.target_rank)
+        num_ranks = _num_ranks(source, job.target, job.target_rank)
+        if not job.tokens.length:
+            owed = ()
+        return Owed(owed, head_nbytes(source.head_dim, wire), 0.0, num_ranks)
+
+    def _post(self, transfer: Transfer) -> None:
+        peer = Peer(transfer.job.peer, transfer.job.target_rank)
+        entry = self._links.get(peer)
+        if entry is not None:
+            entry.link.post(transfer)
+            entry.link.wake()
+            return
+        entry = self._links[peer] = _LinkThread(self, peer, SenderLink(*peer, self._parts))
+        self._threads.add(entry.thread)
+        entry.link.post(transfer)
+        entry.thread.start()
 
     def retire(self, entry: _LinkThread) -> bool:
         """A link with nothing left to send wants to end. False when a job came in meanwhile."""
         with self._lock:
-            if entry.inbox:
+            if entry.link.inbox:
                 return False
             self._forget(entry)
             return True
@@ -117,19 +160,20 @@ class KvSender:
             self._forget(entry)
 
     def _forget(self, entry: _LinkThread) -> None:
-        del self._links[entry.endpoint]
+        if self._links.get(entry.peer) is entry:
+            del self._links[entry.peer]
         self._threads.discard(entry.thread)
 
 
 class _LinkThread:
-    """A link, the jobs on their way to it, and the thread that runs it."""
+    """A link and the thread that runs it."""
 
-    def __init__(self, sender: KvSender, endpoint: str) -> None:
-        self.endpoint = endpoint
-        self.inbox: deque[Transfer] = deque()
-        self.link = sender.make_link(endpoint, self.inbox)
+    def __init__(self, sender: KvSender, peer: Peer, link: SenderLink) -> None:
+        self.peer = peer
+        self.link = link
         self._sender = sender
-        self.thread = threading.Thread(target=self._run, name=f"kv-sender {endpoint}")
+        name = f"kv-sender {peer.incarnation:016x}/{peer.rank}"
+        self.thread = threading.Thread(target=self._run, name=name)
 
     def _run(self) -> None:
         sound = False
@@ -144,3 +188,16 @@ class _LinkThread:
                 # A defect ended the thread: no job may be left without an end.
                 self._sender.broken(self)
                 self.link.fail_all()
+
+
+@lru_cache(maxsize=256)
+def _parts(
+    source: KvLayout, source_rank: int, target: KvLayout, target_rank: int
+) -> tuple[Shard, ...]:
+    return parts(source, source_rank, target, target_rank)
+
+
+@lru_cache(maxsize=256)
+def _num_ranks(source: KvLayout, target: KvLayout, target_rank: int) -> int:
+    """Of the sender, that have a part for a rank of the receiver."""
+    return sum(bool(_parts(source, rank, target, target_rank)) for rank in range(source.num_ranks))

@@ -1,48 +1,78 @@
-"""The link to one endpoint over its whole life: opened, lost, opened again while there is something
-to send.
+"""The link to one rank of one receiver over its whole life: opened, lost, opened again while there
+is something to send.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
 
 from kvferry.core.errors import LinkLost, LinkRefused, ProtocolError
-from kvferry.kv_transfer.handshake import LinkOptions, introduce
+from kvferry.core.ids import Incarnation
+from kvferry.kv_transfer.handshake import Greeted, LinkOptions, introduce
 from kvferry.kv_transfer.jobs import Reason
 from kvferry.kv_transfer.memory import KvMemory
-from kvferry.kv_transfer.outgoing import Transfer, TransferState, TransferTable
+from kvferry.kv_transfer.outgoing import Transfer, TransferTable
 from kvferry.kv_transfer.sender_session import SenderSession
-from kvferry.kv_transfer.transport import Channel
+from kvferry.kv_transfer.transport import Channel, Connect
 
 RETRY_S = 0.1
 """Between two tries to open a link."""
 
 
-class SenderLink:
-    """All but ``wake`` and ``stop`` belongs to the thread that calls ``run``."""
+class Choose(Protocol):
+    """Picks the endpoint of a receiver's rank that a link is opened over."""
 
-    def __init__(
-        self,
-        connect: Callable[[float], Channel],
-        inbox: deque[Transfer],
-        memory: KvMemory,
-        table: TransferTable,
-        options: LinkOptions,
-    ) -> None:
-        self._connect = connect
-        self._inbox = inbox
-        self._memory = memory
-        self._table = table
-        self._options = options
+    def __call__(self, peer: Incarnation, rank: int, endpoints: tuple[str, ...]) -> str:
+        """Raises LinkRefused when none of them can be used."""
+        ...
+
+
+def choose_first(peer: Incarnation, rank: int, endpoints: tuple[str, ...]) -> str:
+    """The first endpoint. Raises LinkRefused when there is none."""
+    if not endpoints:
+        raise LinkRefused(f"no endpoint of rank {rank}")
+    return endpoints[0]
+
+
+@dataclass(frozen=True, slots=True)
+class SenderParts:
+    """What all links of a sender share."""
+
+    memory: KvMemory
+    table: TransferTable
+    options: LinkOptions
+    connect: Connect
+    choose: Choose
+    clock: Callable[[], float] = time.monotonic
+
+
+class SenderLink:
+    """All but ``post``, ``wake`` and ``stop`` belongs to the thread that calls ``run``."""
+
+    def __init__(self, peer: Incarnation, rank: int, parts: SenderParts) -> None:
+        """``rank``: the receiver's."""
+        self.peer, self.rank = peer, rank
+        self.inbox: deque[Transfer] = deque()
+        self.transfers: dict[int, Transfer] = {}
+        """By lease; a receiver's lease ids are unique."""
+        self._parts = parts
+        self._endpoints: tuple[str, ...] = ()
+        """Of the newest job."""
         self._stopping = threading.Event()
         self._channel: Channel | None = None
-        self._transfers: dict[int, Transfer] = {}
-        """By lease; a receiver's lease ids are unique."""
+
+    def post(self, transfer: Transfer) -> None:
+        """Take a transfer in charge; ``wake`` makes the link look at it."""
+        transfer.wake = self.wake
+        self.inbox.append(transfer)
 
     def wake(self) -> None:
-        """Look at the inbox and at aborted transfers soon."""
+        """Look at the inbox, at what is computed and at aborted transfers soon."""
         channel = self._channel
         if channel is not None:
             channel.wake()
@@ -58,61 +88,86 @@ class SenderLink:
             try:
                 self._open_and_serve()
             except LinkRefused as error:
-                self._admit()
-                self._fail_live(Reason.REFUSED, str(error))
+                self.refused(str(error))
             except (LinkLost, ProtocolError) as error:
-                self._lost(str(error))
-            if not self._transfers and not self._stopping.is_set():
+                self.lost(str(error))
+            if not self.transfers and not self._stopping.is_set():
                 return
             self._stopping.wait(RETRY_S)
         self.fail_all(Reason.CLOSED)
+
+    def session(self, channel: Channel, greeted: Greeted) -> SenderSession:
+        """Carry on over a link that has been opened.
+
+        Raises LinkRefused when another incarnation answers than the one that granted the leases.
+        """
+        if greeted.peer != self.peer:
+            greeted.outlet.close()
+            raise LinkRefused("the peer has restarted")
+        parts = self._parts
+        return SenderSession(
+            channel, greeted, self, parts.memory, parts.table, parts.options, parts.clock
+        )
+
+    def admit(self) -> list[Transfer]:
+        """Take the new transfers out of the inbox."""
+        admitted = []
+        while self.inbox:
+            transfer = self.inbox.popleft()
+            self._endpoints = transfer.job.endpoints
+            if transfer.job.lease in self.transfers:
+                self._parts.table.fail(transfer, Reason.STALE, "another attempt uses this lease")
+            else:
+                self.transfers[transfer.job.lease] = transfer
+                admitted.append(transfer)
+        return admitted
+
+    def lost(self, detail: str) -> None:
+        """Prepare the live transfers for the next link; one that is overdue twice fails."""
+        self.admit()
+        table = self._parts.table
+        for lease, transfer in list(self.transfers.items()):
+            table.lost(transfer)
+            if table.is_overdue(transfer):
+                if transfer.retried:
+                    table.fail(transfer, Reason.TIMEOUT, detail)
+                table.moved(transfer, retried=True)
+            if not transfer.is_live:
+                del self.transfers[lease]
+
+    def refused(self, detail: str) -> None:
+        """Trying again is useless: fail all that came this far."""
+        self.fail_all(Reason.REFUSED, detail)
+
+    def fail_all(self, reason: Reason = Reason.INTERNAL, detail: str = "") -> None:
+        """Fail every transfer that came this far."""
+        self.admit()
+        for transfer in self.transfers.values():
+            self._parts.table.fail(transfer, reason, detail)
+        self.transfers.clear()
 
     def _open_and_serve(self) -> None:
         """One connection, until it is lost or the link stopped.
 
         Raises LinkLost, LinkRefused, ProtocolError.
         """
-        channel = self._channel = self._connect(self._options.silence_s)
+        self.admit()
+        parts, options = self._parts, self._parts.options
+        endpoint = parts.choose(self.peer, self.rank, self._endpoints)
+        channel = self._channel = parts.connect(endpoint, options.silence_s)
         try:
-            greeted = introduce(channel, self._options)
-            session = SenderSession(
-                channel, greeted, self._transfers, self._memory, self._table, self._options
-            )
-            session.serve(self._admit, self._stopping)
+            memory = parts.memory
+            greeted = introduce(channel, options, memory.rank, memory.digests)
+            self._serve(channel, self.session(channel, greeted))
         finally:
             self._channel = None
             channel.close()
 
-    def fail_all(self, reason: Reason = Reason.INTERNAL) -> None:
-        """Fail every transfer that came this far."""
-        self._admit()
-        self._fail_live(reason)
-
-    def _fail_live(self, reason: Reason, detail: str = "") -> None:
-        for transfer in self._transfers.values():
-            self._table.fail(transfer, reason, detail)
-        self._transfers.clear()
-
-    def _admit(self) -> list[Transfer]:
-        """Take the new transfers out of the inbox."""
-        admitted = []
-        while self._inbox:
-            transfer = self._inbox.popleft()
-            if transfer.job.lease in self._transfers:
-                self._table.fail(transfer, Reason.STALE, "another attempt uses this lease")
-            else:
-                self._transfers[transfer.job.lease] = transfer
-                admitted.append(transfer)
-        return admitted
-
-    def _lost(self, detail: str) -> None:
-        """Prepare the live transfers for the next link; one that is overdue twice fails."""
-        self._admit()
-        for lease, transfer in list(self._transfers.items()):
-            transfer.rewind()
-            if self._table.is_overdue(transfer):
-                if transfer.retried:
-                    self._table.fail(transfer, Reason.TIMEOUT, detail)
-                self._table.moved(transfer, retried=True)
-            if transfer.state is TransferState.ENDED:
-                del self._transfers[lease]
+    def _serve(self, channel: Channel, session: SenderSession) -> None:
+        try:
+            while not self._stopping.is_set():
+                frame = channel.receive(session.turn())
+                if frame is not None:
+                    session.handle(frame)
+        finally:
+            session.close()

@@ -1,18 +1,20 @@
-"""One connection of a sender: offers transfers, packs into granted slabs, sees each slab
+"""One connection of a sender: offers what is computed, fills what is granted, sees each slab
 acknowledged.
+
+No thread, no clock of its own, and no I/O but sending: ``handle`` takes a frame, ``turn`` does
+whatever is due.
 """
 
 from __future__ import annotations
 
 import math
-import threading
-import time
 from collections.abc import Callable
+from typing import Protocol
 
 from kvferry.core.errors import LinkLost, ProtocolError, TransferFailed
 from kvferry.core.ids import AttemptKey
 from kvferry.kv_transfer.handshake import Greeted, LinkOptions
-from kvferry.kv_transfer.jobs import Reason, SendFailed
+from kvferry.kv_transfer.jobs import Reason, SendAborted, SendFailed
 from kvferry.kv_transfer.memory import KvMemory
 from kvferry.kv_transfer.messages import (
     MAX_TEXT,
@@ -21,18 +23,33 @@ from kvferry.kv_transfer.messages import (
     Beat,
     Complete,
     Credit,
-    Header,
     Message,
+    Missing,
     Offer,
+    Pull,
     Resend,
-    Return,
-    SlabHeader,
     decode_to_sender,
     encode,
 )
-from kvferry.kv_transfer.outgoing import Transfer, TransferState, TransferTable
-from kvferry.kv_transfer.plan import SlabMove, plan_slabs
+from kvferry.kv_transfer.outgoing import Transfer, TransferTable
+from kvferry.kv_transfer.sender_slabs import GrantedSlabs
 from kvferry.kv_transfer.transport import Channel
+
+POLL_S = 0.002
+"""Between two looks at slabs in flight, should their data path not wake us."""
+
+
+class TransferSource(Protocol):
+    """Where transfers come from, and where they live while links come and go."""
+
+    @property
+    def transfers(self) -> dict[int, Transfer]:
+        """By lease."""
+        ...
+
+    def admit(self) -> list[Transfer]:
+        """Add the new ones, which are returned, to ``transfers``."""
+        ...
 
 
 class SenderSession:
@@ -42,73 +59,172 @@ class SenderSession:
         self,
         channel: Channel,
         greeted: Greeted,
-        transfers: dict[int, Transfer],
+        source: TransferSource,
         memory: KvMemory,
         table: TransferTable,
         options: LinkOptions,
+        clock: Callable[[], float],
     ) -> None:
-        """``transfers``: by lease; the link carries them over to the next session."""
         self._channel = channel
-        self._staging = greeted.staging
         self._slab_bytes = greeted.slab_bytes
-        self._transfers = transfers
-        self._memory = memory
+        self._source = source
+        self._transfers = source.transfers
         self._table = table
         self._options = options
-        self._headers: dict[int, Header] = {}
-        """grant -> the message that is not yet acknowledged."""
-
-    def serve(self, admit: Callable[[], list[Transfer]], stopping: threading.Event) -> None:
-        """Move slabs until stopped; ``admit`` has new transfers. Raises LinkLost, ProtocolError."""
+        self._clock = clock
+        self._slabs = GrantedSlabs(greeted, memory, table, self._send, clock)
+        self._heard_s = self._sent_s = clock()
+        self._sweep_s = -math.inf
         for transfer in self._transfers.values():
             self._offer(transfer)
-        heard_at = sent_at = time.monotonic()
-        sweep_at = heard_at
-        try:
-            while not stopping.is_set():
-                for transfer in admit():
-                    self._offer(transfer)
-                    sweep_at = heard_at
-                if time.monotonic() >= sweep_at:
-                    sweep_at = time.monotonic() + self._sweep()
-                wait_until = min(sweep_at, sent_at + self._options.beat_s)
-                frame = self._channel.receive(wait_until - time.monotonic())
-                now = time.monotonic()
-                if frame is not None:
-                    heard_at = now
-                    if self._handle(frame):
-                        sweep_at = now
-                else:
-                    # A wait that was cut short may mean an abort.
-                    sweep_at = now
-                    if now - heard_at > self._options.silence_s:
-                        raise LinkLost("the peer is silent")
-                if now - sent_at >= self._options.beat_s:
-                    self._send(Beat())
-                    sent_at = now
-        finally:
-            self._staging.close()
 
-    def _offer(self, transfer: Transfer) -> None:
-        """Offer what is not acknowledged yet; layouts that cannot be bridged end it here."""
-        if transfer.state is TransferState.ENDED:
-            return
-        job = transfer.job
-        if not transfer.moves:
+    def turn(self) -> float:
+        """Do all that is due. Seconds until it wants to be called again.
+
+        Raises LinkLost when the peer is silent or the data path broke.
+        """
+        if self._clock() - self._heard_s > self._options.silence_s:
+            raise LinkLost("the peer is silent")
+        self._offer_more()
+        if not self._slabs.pack():
+            self._look_soon()
+        self._slabs.land()
+        now = self._clock()
+        if now >= self._sweep_s:
+            self._sweep_s = now + self._sweep()
+        if now - self._sent_s >= self._options.beat_s:
+            self._send(Beat())
+        if self._slabs.in_flight:
+            return POLL_S
+        return max(0.0, min(self._sweep_s, self._sent_s + self._options.beat_s) - now)
+
+    def handle(self, frame: bytes) -> None:
+        """Act on a message. Raises ProtocolError for one that is out of place."""
+        self._heard_s = self._clock()
+        message = decode_to_sender(frame)
+        match message:
+            case Credit():
+                self._credit(message)
+            case Pull():
+                self._slabs.pull(message)
+            case Ack():
+                self._ack(message)
+            case Resend():
+                self._resend(message)
+            case Missing():
+                self._missing(message)
+            case Complete():
+                self._complete(message)
+            case Abort():
+                transfer = self._live(message.lease, message.key)
+                if transfer is not None:
+                    self._table.fail(transfer, message.reason, message.detail)
+                    self._look_soon()
+            case Beat():
+                pass
+            case _:
+                raise ProtocolError("a message of the handshake after it")
+
+    def close(self) -> None:
+        """The link is gone."""
+        self._slabs.close()
+
+    def _offer_more(self) -> None:
+        """Offer what became ready."""
+        self._source.admit()
+        for transfer in self._transfers.values():
+            if not transfer.is_live:
+                self._look_soon()
+                continue
+            idle = not transfer.is_waiting
             try:
-                transfer.moves = plan_slabs(
-                    self._memory.layout, job.target, job.tokens, self._slab_bytes
-                )
+                more = transfer.cut(self._slab_bytes, self._clock())
             except TransferFailed as error:
                 self._table.fail(transfer, Reason.MISMATCH, str(error))
-                return
-            transfer.rewind()
-        if transfer.unsent:
-            nbytes = sum(move.nbytes for move in transfer.moves)
-            slabs = len(transfer.unsent)
-            self._send(Offer(key=job.key, lease=job.lease, slabs=slabs, nbytes=nbytes))
-        elif not transfer.held:
-            self._table.succeed(transfer)
+                self._look_soon()
+                continue
+            if more:
+                if idle:
+                    self._table.moved(transfer)
+                self._offer(transfer)
+                self._look_soon()
+
+    def _offer(self, transfer: Transfer) -> None:
+        """Say how many slabs stand ready, if any."""
+        if not transfer.unsent or not self._table.offer(transfer):
+            return
+        transfer.account.transport = self._channel.transport
+        transfer.count_starving(self._clock())
+        job = transfer.job
+        self._send(
+            Offer(
+                key=job.key,
+                lease=job.lease,
+                slabs=len(transfer.unsent),
+                nbytes=transfer.nbytes,
+                ranks=transfer.owed.num_ranks,
+            )
+        )
+
+    def _credit(self, credit: Credit) -> None:
+        transfer = self._live(credit.lease)
+        if transfer is None or not transfer.unsent:
+            self._slabs.give_back(credit)
+            return
+        self._table.moved(transfer)
+        self._slabs.grant(credit, transfer)
+        transfer.count_starving(self._clock())
+
+    def _ack(self, ack: Ack) -> None:
+        transfer = self._slabs.settle(ack.grant, ack.index)
+        if transfer is None:
+            return
+        self._table.moved(transfer)
+        transfer.acked.add(ack.index)
+        if transfer.is_acked:
+            self._succeed(transfer)
+
+    def _resend(self, resend: Resend) -> None:
+        """The slab was damaged: it is the next to be granted."""
+        transfer = self._slabs.settle(resend.grant, resend.index)
+        if transfer is None:
+            return
+        self._table.moved(transfer)
+        transfer.account.resends += 1
+        transfer.unsent.appendleft(resend.index)
+        transfer.count_starving(self._clock())
+
+    def _missing(self, missing: Missing) -> None:
+        transfer = self._live(missing.lease)
+        if transfer is None:
+            return
+        for held in self._slabs.of(transfer):
+            if missing.begin <= held.index < missing.end:
+                self._slabs.announce(held)
+
+    def _complete(self, complete: Complete) -> None:
+        transfer = self._live(complete.lease, complete.key)
+        if transfer is None:
+            return
+        if transfer.is_whole:
+            transfer.acked.update(range(len(transfer.slabs)))
+            self._succeed(transfer)
+        else:
+            self._table.fail(transfer, Reason.MISMATCH, "complete before all was sent")
+            self._look_soon()
+
+    def _succeed(self, transfer: Transfer) -> None:
+        self._table.succeed(transfer)
+        self._look_soon()
+
+    def _live(self, lease: int, key: AttemptKey | None = None) -> Transfer | None:
+        transfer = self._transfers.get(lease)
+        if transfer is None or not transfer.is_live:
+            return None
+        return transfer if key is None or key == transfer.job.key else None
+
+    def _look_soon(self) -> None:
+        self._sweep_s = -math.inf
 
     def _sweep(self) -> float:
         """Look after every transfer; seconds until the next one is overdue.
@@ -116,136 +232,38 @@ class SenderSession:
         Those that have ended are dropped and give back what they hold; those that do not move are
         sent once more, then fail.
         """
+        wait_s = math.inf
         for lease, transfer in list(self._transfers.items()):
-            if self._table.is_overdue(transfer):
-                if transfer.retried:
-                    self._table.fail(transfer, Reason.TIMEOUT, "no progress")
-                else:
-                    self._table.moved(transfer, retried=True)
-                    self._offer(transfer)
-                    for grant in transfer.held:
-                        self._send(self._headers[grant])
-            if transfer.state is TransferState.ENDED:
+            if transfer.is_waiting and self._table.is_overdue(transfer):
+                self._retry(transfer)
+            if transfer.state.is_ended:
                 del self._transfers[lease]
-                if not transfer.is_delivered:
-                    self._send_abort(transfer)
-                for grant, (slab, _) in transfer.held.items():
-                    self._headers.pop(grant, None)
-                    self._send(Return(slab=slab, grant=grant))
-        timers = [self._table.overdue_in_s(transfer) for transfer in self._transfers.values()]
-        return min(timers, default=math.inf)
+                self._drop(transfer)
+            elif transfer.is_waiting:
+                wait_s = min(wait_s, self._table.overdue_in_s(transfer))
+        return wait_s
 
-    def _handle(self, frame: bytes) -> bool:
-        """Act on a message. Whether it ended a transfer."""
-        message = decode_to_sender(frame)
-        match message:
-            case Credit() | Ack() | Resend():
-                transfer = self._live(message.lease)
-            case Complete() | Abort():
-                transfer = self._live(message.lease, message.key)
-            case Beat():
-                return False
-            case _:
-                raise ProtocolError("a message of the handshake after it")
-        if transfer is None:
-            if isinstance(message, Credit):
-                self._send(Return(slab=message.slab, grant=message.grant))
-            return False
-        match message:
-            case Credit():
-                self._credit(transfer, message)
-            case Ack():
-                self._ack(transfer, message)
-            case Resend():
-                self._resend(transfer, message)
-            case Complete():
-                transfer.acked.update(move.index for move in transfer.moves)
-                self._table.succeed(transfer)
-            case Abort():
-                self._table.fail(transfer, message.reason, message.detail)
-        return transfer.state is TransferState.ENDED
-
-    def _live(self, lease: int, key: AttemptKey | None = None) -> Transfer | None:
-        transfer = self._transfers.get(lease)
-        if transfer is None or transfer.state is TransferState.ENDED:
-            return None
-        return transfer if key is None or key == transfer.job.key else None
-
-    def _credit(self, transfer: Transfer, credit: Credit) -> None:
-        if not transfer.unsent:
-            self._send(Return(slab=credit.slab, grant=credit.grant))
+    def _retry(self, transfer: Transfer) -> None:
+        """A transfer does not move."""
+        if transfer.retried:
+            self._table.fail(transfer, Reason.TIMEOUT, "no progress")
             return
-        self._table.moved(transfer)
-        index = transfer.unsent.pop()
-        transfer.held[credit.grant] = (credit.slab, index)
-        self._pack(transfer, credit.grant)
+        self._table.moved(transfer, retried=True)
+        self._offer(transfer)
+        for held in self._slabs.of(transfer):
+            self._slabs.announce(held)
 
-    def _ack(self, transfer: Transfer, ack: Ack) -> None:
-        if transfer.held.get(ack.grant, (0, None))[1] != ack.index:
-            return
-        del transfer.held[ack.grant]
-        del self._headers[ack.grant]
-        self._table.moved(transfer)
-        transfer.acked.add(ack.index)
-        if len(transfer.acked) == len(transfer.moves):
-            self._table.succeed(transfer)
-
-    def _resend(self, transfer: Transfer, resend: Resend) -> None:
-        if resend.grant in transfer.held:
-            self._table.moved(transfer)
-            self._pack(transfer, resend.grant)
-
-    def _pack(self, transfer: Transfer, grant: int) -> None:
-        """Fill the granted slab and say so.
-
-        A block given away meanwhile ends the transfer, and nothing is sent.
-        """
-        if not self._table.begin_pack(transfer):
-            return
-        job, (slab, index) = transfer.job, transfer.held[grant]
-        move = transfer.moves[index]
-        digests = None
-        try:
-            if self._memory.is_fresh(job.blocks, move):
-                view = self._staging.slab(slab)[: move.nbytes]
-                started_at = time.perf_counter()
-                digests = self._memory.pack(job.blocks, move, view)
-                transfer.busy_s += time.perf_counter() - started_at
-                transfer.nbytes += move.nbytes
-                if not self._memory.is_fresh(job.blocks, move):
-                    digests = None
-        finally:
-            goes_on = self._table.finish_pack(transfer)
-        if not goes_on:
-            return
-        if digests is None:
-            self._table.fail(transfer, Reason.STALE, "a block was given away")
-            return
-        header = self._header(transfer, move, digests)
-        message = self._headers[grant] = Header(slab=slab, grant=grant, header=header)
-        self._send(message)
-
-    def _header(self, transfer: Transfer, move: SlabMove, digests: list[int]) -> SlabHeader:
-        return SlabHeader(
-            key=transfer.job.key,
-            lease=transfer.job.lease,
-            index=move.index,
-            count=len(transfer.moves),
-            layers=move.layers,
-            heads=move.heads,
-            tokens=move.tokens,
-            flavour=self._memory.layout.flavour,
-            chain_hash=transfer.job.chain_hash,
-            nbytes=move.nbytes,
-            digests=digests,
-        )
-
-    def _send_abort(self, transfer: Transfer) -> None:
+    def _drop(self, transfer: Transfer) -> None:
+        """Tell the receiver of an end that it has not decided, and give back what is held."""
         job, ending = transfer.job, transfer.ending
-        reason, detail = Reason.ABORTED, ""
-        if isinstance(ending, SendFailed):
-            reason, detail = ending.reason, ending.detail
-        self._send(Abort(key=job.key, lease=job.lease, reason=reason, detail=detail[:MAX_TEXT]))
+        if isinstance(ending, SendFailed | SendAborted):
+            reason, detail = Reason.ABORTED, ""
+            if isinstance(ending, SendFailed):
+                reason, detail = ending.reason, ending.detail[:MAX_TEXT]
+            self._send(Abort(key=job.key, lease=job.lease, reason=reason, detail=detail))
+        self._slabs.drop(transfer)
+        self._slabs.land()
 
     def _send(self, message: Message) -> None:
         self._channel.send(encode(message), self._options.silence_s)
+        self._sent_s = self._clock()

@@ -1,0 +1,237 @@
+"""Slab memory of a receiver, as long as it is granted to this side of a link.
+
+    pushed      GRANTED -> FLYING -> SENT (Header) -> acknowledged, or damaged
+    pulled      GRANTED -> SENT (Header) -> FLYING (at its Pull) -> acknowledged, or damaged
+
+A slab whose transfer has ended is given back once it is no longer in flight. A Pull is honoured
+even then: the receiver has posted for it. A damaged slab waits for another grant.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from kvferry.core.errors import ProtocolError
+from kvferry.kv_transfer.handshake import Greeted
+from kvferry.kv_transfer.jobs import Reason
+from kvferry.kv_transfer.memory import Form, KvMemory
+from kvferry.kv_transfer.messages import (
+    Credit,
+    Header,
+    Message,
+    Pull,
+    Return,
+    SlabHeader,
+)
+from kvferry.kv_transfer.outgoing import Ready, Transfer, TransferTable
+
+
+class Stage(Enum):
+    GRANTED = auto()
+    FLYING = auto()
+    SENT = auto()
+
+
+@dataclass(slots=True)
+class GrantedSlab:
+    """What is in a slab, or will be."""
+
+    slab: int
+    grant: int
+    transfer: Transfer
+    index: int
+    stage: Stage = Stage.GRANTED
+    header: Header | None = None
+    pushed_s: float = 0.0
+
+
+class GrantedSlabs:
+    """The slabs that one session holds; all of it belongs to the link's thread."""
+
+    def __init__(
+        self,
+        greeted: Greeted,
+        memory: KvMemory,
+        table: TransferTable,
+        send: Callable[[Message], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._outlet = greeted.outlet
+        self._digest = greeted.digest
+        self._memory = memory
+        self._table = table
+        self._send = send
+        self._clock = clock
+        self._held: dict[int, GrantedSlab] = {}
+        """By grant."""
+        self._to_pack: deque[GrantedSlab] = deque()
+        self._leaving: list[GrantedSlab] = []
+        """Of transfers that have ended, to be given back."""
+        self._announced: dict[int, tuple[int, int]] = {}
+        """slab -> (grant, nbytes) of its last header."""
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether something is on its way that ``land`` has to look after."""
+        return bool(self._leaving) or any(
+            held.stage is Stage.FLYING for held in self._held.values()
+        )
+
+    def grant(self, credit: Credit, transfer: Transfer) -> None:
+        """Give memory to the next slab of a transfer that has one ready."""
+        held = GrantedSlab(credit.slab, credit.grant, transfer, transfer.unsent.popleft())
+        self._held[credit.grant] = held
+        self._to_pack.append(held)
+
+    def give_back(self, credit: Credit) -> None:
+        """A credit that is not used."""
+        self._send(Return(slab=credit.slab, grant=credit.grant))
+
+    def pack(self) -> bool:
+        """Fill the granted slabs, while the data path moves those before them.
+
+        Whether all of their transfers go on.
+        """
+        sound = True
+        while self._to_pack:
+            held = self._to_pack.popleft()
+            if self._pack(held):
+                self._depart(held)
+                self.land()
+            else:
+                sound = False
+        return sound
+
+    def pull(self, pull: Pull) -> None:
+        """The receiver has posted for a slab, so it gets one, whatever became of the transfer.
+
+        Raises ProtocolError for a slab that was not announced, LinkLost.
+        """
+        grant, nbytes = self._announced.get(pull.slab, (None, 0))
+        if not self._outlet.is_pulled or grant != pull.grant:
+            raise ProtocolError("a pull of a slab that was not announced")
+        held = self._held.get(pull.grant)
+        if held is not None:
+            self._table.moved(held.transfer)
+            self._push(held)
+        else:
+            self._outlet.push(pull.slab, pull.grant, nbytes)
+
+    def land(self) -> None:
+        """Announce pushed slabs that have arrived, those of a transfer in order; give back those of
+        ended transfers. Raises LinkLost when the path broke.
+        """
+        blocked: set[int] = set()
+        for held in self._held.values():
+            lease = held.transfer.job.lease
+            if held.stage is not Stage.FLYING or lease in blocked:
+                continue
+            if self._outlet.in_flight(held.slab):
+                blocked.add(lease)
+                continue
+            held.stage = Stage.SENT
+            held.transfer.account.wire_s += self._clock() - held.pushed_s
+            self._table.moved(held.transfer)
+            if not self._outlet.is_pulled:
+                self.announce(held)
+        staying = []
+        for held in self._leaving:
+            if self._outlet.in_flight(held.slab):
+                staying.append(held)
+            else:
+                self._send(Return(slab=held.slab, grant=held.grant))
+        self._leaving = staying
+
+    def settle(self, grant: int, index: int) -> Transfer | None:
+        """The receiver has done with a grant: the transfer that it was for, if it is live."""
+        held = self._held.get(grant)
+        if held is None or held.index != index or held.stage is Stage.GRANTED:
+            return None
+        if not held.transfer.is_live:
+            return None
+        del self._held[grant]
+        return held.transfer
+
+    def of(self, transfer: Transfer) -> list[GrantedSlab]:
+        return [held for held in self._held.values() if held.transfer is transfer]
+
+    def announce(self, held: GrantedSlab) -> None:
+        """Send a header, or send it again; nothing happens to a slab that is still in flight."""
+        if held.stage is Stage.SENT and held.header is not None:
+            self._send(held.header)
+
+    def drop(self, transfer: Transfer) -> None:
+        """A transfer has ended: give its slabs back, as soon as may be."""
+        for held in self.of(transfer):
+            self._leaving.append(self._held.pop(held.grant))
+
+    def close(self) -> None:
+        """The link is gone."""
+        self._outlet.close()
+
+    def _pack(self, held: GrantedSlab) -> bool:
+        """Fill a slab. False when the transfer is over, be it that a block was given away."""
+        transfer = held.transfer
+        if not self._table.begin_pack(transfer):
+            return False
+        ready = transfer.slabs[held.index]
+        digests = None
+        try:
+            if self._memory.is_fresh(transfer.job.blocks, ready.move):
+                digests = self._fill(held, ready)
+                if not self._memory.is_fresh(transfer.job.blocks, ready.move):
+                    digests = None
+        finally:
+            goes_on = self._table.finish_pack(transfer)
+        if not goes_on:
+            return False
+        if digests is None:
+            self._table.fail(transfer, Reason.STALE, "a block was given away")
+            return False
+        header = _header(transfer, ready, digests)
+        held.header = Header(slab=held.slab, grant=held.grant, header=header)
+        return True
+
+    def _fill(self, held: GrantedSlab, ready: Ready) -> list[int]:
+        job, account, move = held.transfer.job, held.transfer.account, ready.move
+        form = Form(job.wire, self._digest)
+        slab = self._outlet.slab(held.slab)[: move.nbytes]
+        started_s = self._clock()
+        digests = self._memory.pack(job.blocks, move, form, slab, ready.after)
+        account.busy_s += self._clock() - started_s
+        account.nbytes += move.nbytes
+        return digests
+
+    def _depart(self, held: GrantedSlab) -> None:
+        """A slab is filled."""
+        assert held.header is not None
+        if self._outlet.is_pulled:
+            self._announced[held.slab] = (held.grant, held.header.header.nbytes)
+            held.stage = Stage.SENT
+            self._send(held.header)
+        else:
+            self._push(held)
+
+    def _push(self, held: GrantedSlab) -> None:
+        assert held.header is not None
+        held.stage, held.pushed_s = Stage.FLYING, self._clock()
+        self._outlet.push(held.slab, held.grant, held.header.header.nbytes)
+
+
+def _header(transfer: Transfer, ready: Ready, digests: list[int]) -> SlabHeader:
+    job, move = transfer.job, ready.move
+    return SlabHeader(
+        key=job.key,
+        lease=job.lease,
+        index=move.index,
+        layers=move.layers,
+        heads=move.heads,
+        tokens=move.tokens,
+        wire=job.wire,
+        chain_hash=job.chain_hash,
+        nbytes=move.nbytes,
+        digests=digests,
+    )
