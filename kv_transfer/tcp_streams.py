@@ -7,6 +7,7 @@ against what the inlet granted before the first byte is taken. Slabs go to which
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import queue
 import socket
@@ -68,10 +69,8 @@ class _Streams:
             if self.broken is None:
                 self.broken = reason
             for sock in self._socks:
-                try:
+                with contextlib.suppress(OSError):
                     sock.shutdown(socket.SHUT_RDWR)
-                except OSError:
-                    pass
             self.changed.notify_all()
 
     def join(self) -> None:
