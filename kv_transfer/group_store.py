@@ -17,7 +17,7 @@ import msgspec
 import torch.distributed as dist
 
 from kvferry.core.errors import LinkLost, ProtocolError
-from kvferry.kv_transfer.messages import Message, Text, encode
+from kvferry.kv_transfer.messages import Message, Text, decode, encode
 from kvferry.kv_transfer.transport import Channel
 
 MAX_ENTRIES = 64
@@ -100,10 +100,7 @@ class ChannelStore(dist.Store):
         frame = self._channel.receive(left_s, _MAX_SETUP_FRAME)
         if frame is None:
             return
-        try:
-            message = _decoder.decode(frame)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise ProtocolError(f"not a message of a group's set-up: {error}") from None
+        message = decode(_decoder, frame)
         match message:
             case Entry():
                 if len(self._entries) >= MAX_ENTRIES:

@@ -233,15 +233,16 @@ def tag_of(frame: bytes) -> str:
 
 def decode_to_sender(frame: bytes) -> ToSender:
     """Raises ProtocolError for anything but one message that a receiver may send."""
-    return _decode(_to_sender, frame)
+    return decode(_to_sender, frame)
 
 
 def decode_to_receiver(frame: bytes) -> ToReceiver:
     """Raises ProtocolError for anything but one message that a sender may send."""
-    return _decode(_to_receiver, frame)
+    return decode(_to_receiver, frame)
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[_Kind], frame: bytes) -> _Kind:
+def decode(decoder: msgspec.msgpack.Decoder[_Kind], frame: bytes) -> _Kind:
+    """Raises ProtocolError for anything but one message that the decoder knows."""
     body = memoryview(frame)[: -_CHECKSUM.size]
     if zlib.crc32(body).to_bytes(_CHECKSUM.size, "big") != frame[len(body) :]:
         raise ProtocolError("not a message of a KV link: its checksum is wrong")

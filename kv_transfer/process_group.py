@@ -89,6 +89,11 @@ class GroupPath:
         self._thread = threading.Thread(target=self._watch, name="kv-group", daemon=True)
         self._thread.start()
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether its thread runs still."""
+        return self._thread.is_alive()
+
     def slab(self, index: int) -> Slab:
         tensor = self._tensor(index)
         return tensor if self.is_device else memoryview(tensor.numpy())
