@@ -1,63 +1,48 @@
-"""The receiver's leases: who may write where, until when. One lock, no I/O, no torch.
+"""The receiver's leases: who may write where, until when. One lock, no I/O, no torch, no waiting.
 
-    state       event                                         next        terminal event
-    LIVE        a slab claims it                              SCATTERING
-    SCATTERING  slab verified, damaged or stale               LIVE
-    LIVE        all slabs verified                            DONE        ReceiveDone
-    LIVE        release                                       CLOSED      ReceiveClosed
-    LIVE        deadline, abort by the peer, damaged twice,   FAILED      ReceiveFailed
-                block given away, shutdown
-    SCATTERING  any of the three endings above                (the same, after the scatter)
-    DONE, CLOSED, FAILED  anything                            unchanged
-
-One slab of a lease is scattered at a time: a second link of the same sender waits for the first
-one's scatter, so that a damaged late write never follows a verified one. Ended leases are
-remembered, the last ENDED_KEPT of them, to answer latecomers.
+The states are those of ``states``, and this table alone moves its leases through them. One slab of
+a lease is scattered at a time: a slab that comes meanwhile by another link waits there, so that a
+damaged late write never follows a verified one. A lease belongs to the life of the worker that
+offers for it first. Ended leases are remembered, the last ENDED_KEPT of them, to answer latecomers.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import Counter, OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
 
 from kvferry.core.ids import AttemptKey, LeaseId
-from kvferry.kernels.kv_pack.tiles import num_tiles
+from kvferry.kv_transfer.counters import Counters, Tally
 from kvferry.kv_transfer.jobs import (
     Reason,
     ReceiveClosed,
-    ReceiveDone,
     ReceiveEvent,
     ReceiveFailed,
     ReceiveJob,
 )
-from kvferry.kv_transfer.layout import KvLayout
-from kvferry.kv_transfer.messages import SlabHeader
-from kvferry.kv_transfer.plan import Coverage, SlabMove
-from kvferry.kv_transfer.verdicts import Answer, Outcome, Verdict
+from kvferry.kv_transfer.layout import KvLayout, Span
+from kvferry.kv_transfer.lease import Lease
+from kvferry.kv_transfer.messages import Offer, SlabHeader
+from kvferry.kv_transfer.states import Event, State, advance
+from kvferry.kv_transfer.verdicts import Answer, Outcome, Source, Verdict
 
 ENDED_KEPT = 4096
 
+_News = list[Callable[[], None]]
+"""What to tell others once the lock is free."""
 
-@dataclass(slots=True)
-class _Lease:
-    job: ReceiveJob
-    coverage: Coverage
-    deadline_s: float
-    offered_s: float | None = None
-    """When its sender first stood ready; what came before is the prompt's computation."""
-    scattering: bool = False
-    ending: ReceiveEvent | None = None
-    """Decided, but held back while a scatter runs."""
-    damaged: set[int] = field(default_factory=set)
-    """Slabs that came damaged once."""
-    nbytes: int = 0
-    busy_s: float = 0.0
+
+class _Ended(NamedTuple):
+    key: AttemptKey
+    state: State
 
 
 class LeaseTable:
-    """All leases of one receiver.
+    """All leases of one receiver's rank.
 
     Safe to call from any thread; ``on_event`` is called outside the lock.
     """
@@ -65,238 +50,244 @@ class LeaseTable:
     def __init__(
         self,
         layout: KvLayout,
+        rank: int,
         on_event: Callable[[ReceiveEvent], None],
         clock: Callable[[], float],
     ) -> None:
         self._layout = layout
+        self._rank = rank
         self._on_event = on_event
         self._clock = clock
         self._changed = threading.Condition()
-        self._leases: dict[LeaseId, _Lease] = {}
-        self._ended: OrderedDict[LeaseId, ReceiveEvent] = OrderedDict()
-        self.counters: Counter[Reason] = Counter()
-        """Dropped offers and slabs by reason."""
+        self._leases: dict[LeaseId, Lease] = {}
+        self._ended: OrderedDict[LeaseId, _Ended] = OrderedDict()
+        self.counters = Counters()
 
     def expect(self, job: ReceiveJob) -> None:
         """Register a live lease. Raises ValueError for a lease id that is already live."""
-        with self._changed:
+        lease = Lease.of(job, self._layout, self._rank)
+        with self._changing() as news:
             if job.lease in self._leases:
                 raise ValueError(f"lease {job.lease} is live")
             self._ended.pop(job.lease, None)
-            coverage = Coverage(self._layout, job.tokens)
-            lease = _Lease(job, coverage, job.deadline_s)
             self._leases[job.lease] = lease
-            event = self._end_if_complete(lease)
-        self._emit(event)
+            if lease.coverage.complete:
+                self._end(lease, Event.COMPLETE, lease.done(self._clock()), news)
+
+    def state(self, lease_id: LeaseId) -> State | None:
+        """None for a lease that is not known, or not any more."""
+        with self._changed:
+            known = self._leases.get(lease_id) or self._ended.get(lease_id)
+            return None if known is None else known.state
 
     def renew(self, lease_id: LeaseId, deadline_s: float) -> None:
-        """Move a live lease's deadline. Nothing happens to one that has ended."""
+        """Move a lease's deadline. Nothing happens to one that has ended."""
         with self._changed:
-            if lease_id in self._leases:
-                self._leases[lease_id].deadline_s = deadline_s
+            lease = self._leases.get(lease_id)
+            if lease is not None:
+                lease.state = advance(lease.state, Event.RENEW)
+                lease.deadline_s = deadline_s
 
     def release(self, lease_id: LeaseId) -> None:
         """End a lease. Idempotent, legal in any state."""
-        with self._changed:
+        with self._changing() as news:
             lease = self._leases.get(lease_id)
-            event = None
             if lease is not None:
-                event = self._end(lease, ReceiveClosed(lease.job.key, lease_id))
-        self._emit(event)
+                self._end(lease, Event.CLOSE, ReceiveClosed(lease.job.key, lease_id), news)
 
-    def fail(self, key: AttemptKey, lease_id: LeaseId, reason: Reason, detail: str) -> None:
-        """End a lease on its sender's word; another attempt's word counts for nothing."""
-        with self._changed:
-            lease, event = self._leases.get(lease_id), None
-            if lease is not None and lease.job.key == key:
-                event = self._end(lease, _failed(lease, reason, detail))
-        self._emit(event)
+    def abort(self, source: Source, key: AttemptKey, lease_id: LeaseId, detail: str) -> None:
+        """End a lease on its sender's word; another attempt's or peer's word counts for nothing."""
+        with self._changing() as news:
+            if self._refusal(source, key, lease_id) is None:
+                lease = self._leases[lease_id]
+                lease.watchers.discard(source.wake)
+                self._end(lease, Event.FAIL, lease.failed(Reason.ABORTED, detail), news)
+
+    def stuck(self, header: SlabHeader) -> Verdict:
+        """A slab has waited for another one's scatter for longer than a transfer may stand still:
+        its lease fails.
+        """
+        with self._changing() as news:
+            lease = self._leases.get(LeaseId(header.lease))
+            if lease is not None and lease.job.key == header.key:
+                failed = lease.failed(Reason.TIMEOUT, "a scatter is stuck")
+                self._end(lease, Event.FAIL, failed, news)
+            return self._count(Verdict(Answer.ABORT, Reason.TIMEOUT, "a scatter is stuck"))
 
     def expire(self) -> None:
         """End the leases whose deadline has passed.
 
         The receiver's own clock calls this, whatever the traffic.
         """
-        with self._changed:
+        with self._changing() as news:
             now = self._clock()
-            late = [lease for lease in self._leases.values() if lease.deadline_s <= now]
-            events = [self._end(lease, _failed(lease, Reason.DEADLINE)) for lease in late]
-        for event in events:
-            self._emit(event)
+            for lease in [lease for lease in self._leases.values() if lease.deadline_s <= now]:
+                self._end(lease, Event.FAIL, lease.failed(Reason.DEADLINE), news)
 
     def close(self, timeout_s: float) -> bool:
         """End all leases; whether every scatter returned within the time."""
-        with self._changed:
-            leases = list(self._leases.values())
-            events = [self._end(lease, _failed(lease, Reason.CLOSED)) for lease in leases]
-        for event in events:
-            self._emit(event)
+        with self._changing() as news:
+            for lease in list(self._leases.values()):
+                self._end(lease, Event.FAIL, lease.failed(Reason.CLOSED), news)
         with self._changed:
             return self._changed.wait_for(lambda: not self._leases, timeout_s)
 
-    def offered(self, key: AttemptKey, lease_id: LeaseId, nbytes: int | None = None) -> Verdict:
-        """May slabs for this lease be granted? ACK says yes. ``nbytes``: the whole transfer."""
-        with self._changed:
-            verdict = self._refusal(key, lease_id)
+    def offered(self, source: Source, offer: Offer) -> Verdict:
+        """May slabs for this lease be granted? ACK says yes."""
+        lease_id = LeaseId(offer.lease)
+        with self._changing() as news:
+            verdict = self._refusal(source, offer.key, lease_id)
             if verdict is not None:
                 return self._count(verdict)
             lease = self._leases[lease_id]
-            expected = lease.coverage.expected_nbytes
-            if nbytes is None or nbytes == expected:
-                lease.offered_s = lease.offered_s or self._clock()
-                return Verdict(Answer.ACK)
-            fault = f"{nbytes} bytes offered, {expected} expected"
-            event = self._end(lease, _failed(lease, Reason.MISMATCH, fault))
-            verdict = self._count(Verdict(Answer.ABORT, Reason.MISMATCH, fault))
-        self._emit(event)
-        return verdict
+            fault = lease.offer_fault(source.rank, offer)
+            if fault is not None:
+                return self._mismatch(lease, fault, news)
+            lease.state = advance(lease.state, Event.OFFER)
+            lease.peer = source.peer
+            lease.account.transport = source.transport
+            lease.watchers.add(source.wake)
+            if lease.offered_s is None:
+                lease.offered_s = self._clock()
+            return Verdict(Answer.ACK)
 
-    def is_live(self, key: AttemptKey, lease_id: LeaseId) -> bool:
+    def refusal(self, source: Source, key: AttemptKey, lease_id: LeaseId) -> Verdict | None:
+        """The answer to whoever names a lease that does not take slabs; None when it does."""
         with self._changed:
-            return self._refusal(key, lease_id) is None
+            return self._refusal(source, key, lease_id)
 
-    def claim(self, header: SlabHeader, timeout_s: float) -> Verdict:
-        """Ask to scatter a slab; SCATTER must be followed by ``settle``.
-
-        Waits while another slab of the lease is scattered, ``timeout_s`` at most.
-        """
-        lease_id = LeaseId(header.lease)
+    def gap(self, source: Source, header: SlabHeader) -> Span | None:
+        """Indices of headers that must have been lost on the way, since this one came before."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._is_scattering(lease_id), timeout_s)
-            verdict = self._refusal(header.key, lease_id)
+            if self._refusal(source, header.key, LeaseId(header.lease)) is not None:
+                return None
+            gap = self._leases[LeaseId(header.lease)].gap(source.rank, header.index)
+        if gap is not None:
+            self.counters.tally(Tally.GAP)
+        return gap
+
+    def claim(self, source: Source, header: SlabHeader) -> Verdict:
+        """Ask to scatter a slab; SCATTER must be followed by ``settle``."""
+        with self._changing() as news:
+            verdict = self._refusal(source, header.key, LeaseId(header.lease))
             if verdict is not None:
                 return self._count(verdict)
-            lease = self._leases[lease_id]
-            move = header.move
-            if lease.scattering:
-                return self._count(Verdict(Answer.ABORT, Reason.TIMEOUT, "scatter is stuck"))
-            if lease.coverage.moves.get(move.index) == move:
+            lease = self._leases[LeaseId(header.lease)]
+            if lease.state is State.COPYING:
+                lease.waiting.add(source.wake)
+                return Verdict(Answer.WAIT)
+            if lease.has(source.rank, header):
                 return self._count(Verdict(Answer.ACK, Reason.DUPLICATE))
-            fault = lease.coverage.fault(move) or _mismatch(header, lease.job, self._layout)
-            if fault is None:
-                lease.scattering = True
-                return Verdict(Answer.SCATTER, job=lease.job)
-            event = self._end(lease, _failed(lease, Reason.MISMATCH, fault))
-            verdict = self._count(Verdict(Answer.ABORT, Reason.MISMATCH, fault))
-        self._emit(event)
-        return verdict
+            fault = lease.fault(header)
+            if fault is not None:
+                return self._mismatch(lease, fault, news)
+            lease.state = advance(lease.state, Event.COPY)
+            return Verdict(Answer.SCATTER, job=lease.job)
 
-    def recall(self, header: SlabHeader) -> Verdict | None:
+    def recall(self, source: Source, header: SlabHeader) -> Verdict | None:
         """What to answer to a slab whose memory has another use by now.
 
         ACK or COMPLETE when it arrived before and the sender missed that; None: nothing.
         """
-        lease_id = LeaseId(header.lease)
         with self._changed:
-            verdict = self._refusal(header.key, lease_id)
-            if verdict is None:
-                moves = self._leases[lease_id].coverage.moves
-                if moves.get(header.index) == header.move:
-                    verdict = Verdict(Answer.ACK, Reason.DUPLICATE)
+            verdict = self._refusal(source, header.key, LeaseId(header.lease))
+            if verdict is None and self._leases[LeaseId(header.lease)].has(source.rank, header):
+                verdict = Verdict(Answer.ACK, Reason.DUPLICATE)
             if verdict is None or verdict.answer is Answer.ABORT:
-                self.counters[Reason.FOREIGN] += 1
+                self.counters.drop(Reason.FOREIGN)
                 return None
             return self._count(verdict)
 
-    def settle(self, header: SlabHeader, outcome: Outcome, busy_s: float) -> Verdict:
+    def settle(
+        self, source: Source, header: SlabHeader, outcome: Outcome, busy_s: float
+    ) -> Verdict:
         """Report a claimed slab's scatter, which has returned."""
-        with self._changed:
+        with self._changing() as news:
             lease = self._leases[LeaseId(header.lease)]
-            lease.scattering = False
-            self._changed.notify_all()
-            lease.nbytes += header.nbytes
-            lease.busy_s += busy_s
-            event, lease.ending = lease.ending, None
-            if event is not None:
-                self._end(lease, event)
-                verdict = self._count(Verdict(Answer.ABORT, Reason.ENDED))
-            else:
-                verdict = self._judge(lease, header.move, outcome)
-                if verdict.answer is Answer.ABORT and verdict.reason is not None:
-                    event = self._end(lease, _failed(lease, verdict.reason))
-                else:
-                    event = self._end_if_complete(lease)
-        self._emit(event)
-        return verdict
+            lease.account.nbytes += header.nbytes
+            lease.account.busy_s += busy_s
+            news += lease.waiting
+            lease.waiting.clear()
+            lease.state = advance(lease.state, Event.COPIED)
+            if lease.state.is_ended:
+                self._bury(lease, news)
+                return self._count(Verdict(Answer.ABORT, Reason.ENDED))
+            verdict = self._judge(lease, source, header, outcome)
+            if verdict.answer is Answer.ABORT and verdict.reason is not None:
+                self._end(lease, Event.FAIL, lease.failed(verdict.reason, verdict.detail), news)
+            elif verdict.is_last:
+                # Its last Ack says it all; other links of the lease are told by a Complete.
+                lease.watchers.discard(source.wake)
+                self._end(lease, Event.COMPLETE, lease.done(self._clock()), news)
+            return verdict
 
-    def _judge(self, lease: _Lease, move: SlabMove, outcome: Outcome) -> Verdict:
+    def _judge(self, lease: Lease, source: Source, header: SlabHeader, outcome: Outcome) -> Verdict:
         match outcome:
             case Outcome.VERIFIED:
-                lease.coverage.add(move)
-                return Verdict(Answer.ACK)
+                lease.coverage.add(source.rank, header.move)
+                return Verdict(Answer.ACK, is_last=lease.coverage.complete)
             case Outcome.STALE:
-                return self._count(Verdict(Answer.ABORT, Reason.STALE))
+                detail = "a block of the receiver was given away"
+                return self._count(Verdict(Answer.ABORT, Reason.STALE, detail))
             case Outcome.BROKEN:
                 return self._count(Verdict(Answer.ABORT, Reason.INTERNAL))
             case Outcome.DAMAGED:
-                again = move.index in lease.damaged
-                lease.damaged.add(move.index)
-                answer = Answer.ABORT if again else Answer.RESEND
-                return self._count(Verdict(answer, Reason.DAMAGED))
+                if lease.is_damaged_again(source.rank, header.index):
+                    return self._count(Verdict(Answer.ABORT, Reason.DAMAGED))
+                lease.account.resends += 1
+                self.counters.tally(Tally.RESEND)
+                return self._count(Verdict(Answer.RESEND, Reason.DAMAGED))
 
-    def _is_scattering(self, lease_id: LeaseId) -> bool:
-        lease = self._leases.get(lease_id)
-        return lease is not None and lease.scattering
+    def _mismatch(self, lease: Lease, fault: str, news: _News) -> Verdict:
+        self._end(lease, Event.FAIL, lease.failed(Reason.MISMATCH, fault), news)
+        return self._count(Verdict(Answer.ABORT, Reason.MISMATCH, fault))
 
-    def _refusal(self, key: AttemptKey, lease_id: LeaseId) -> Verdict | None:
-        """The answer to whoever names a lease that does not take slabs; None when it does."""
+    def _refusal(self, source: Source, key: AttemptKey, lease_id: LeaseId) -> Verdict | None:
         lease = self._leases.get(lease_id)
         if lease is not None:
             if lease.job.key != key:
                 return Verdict(Answer.ABORT, Reason.STALE)
-            return Verdict(Answer.ABORT, Reason.ENDED) if lease.ending is not None else None
+            if lease.peer not in (None, source.peer):
+                return Verdict(Answer.ABORT, Reason.STALE, "another life of the sender")
+            return None if lease.state.is_live else Verdict(Answer.ABORT, Reason.ENDED)
         ended = self._ended.get(lease_id)
         if ended is None:
             return Verdict(Answer.ABORT, Reason.UNKNOWN)
-        if isinstance(ended, ReceiveDone) and ended.key == key:
+        if ended.key != key:
+            return Verdict(Answer.ABORT, Reason.STALE)
+        if ended.state is State.DONE:
             return Verdict(Answer.COMPLETE, Reason.DUPLICATE)
-        return Verdict(Answer.ABORT, Reason.ENDED if ended.key == key else Reason.STALE)
+        return Verdict(Answer.ABORT, Reason.ENDED)
 
     def _count(self, verdict: Verdict) -> Verdict:
         if verdict.reason is not None:
-            self.counters[verdict.reason] += 1
+            self.counters.drop(verdict.reason)
         return verdict
 
-    def _end_if_complete(self, lease: _Lease) -> ReceiveEvent | None:
-        if not lease.coverage.complete:
-            return None
-        now = self._clock()
-        wall_s = now - (lease.offered_s or now)
-        job = lease.job
-        return self._end(lease, ReceiveDone(job.key, job.lease, lease.nbytes, lease.busy_s, wall_s))
+    def _end(self, lease: Lease, event: Event, ending: ReceiveEvent, news: _News) -> None:
+        """The first ending counts, and waits for a scatter that runs."""
+        lease.ending = lease.ending or ending
+        lease.state = advance(lease.state, event)
+        if lease.state.is_ended:
+            self._bury(lease, news)
 
-    def _end(self, lease: _Lease, event: ReceiveEvent) -> ReceiveEvent | None:
-        """The one transition into an end state. The event to deliver now, if any."""
-        if lease.scattering:
-            lease.ending = lease.ending or event
-            return None
+    def _bury(self, lease: Lease, news: _News) -> None:
+        assert lease.ending is not None, lease.state
         del self._leases[lease.job.lease]
-        self._ended[lease.job.lease] = event
+        self._ended[lease.job.lease] = _Ended(lease.job.key, lease.state)
         if len(self._ended) > ENDED_KEPT:
             self._ended.popitem(last=False)
         self._changed.notify_all()
-        return event
+        if isinstance(lease.ending, ReceiveFailed):
+            self.counters.fail(lease.ending.reason)
+        news.append(partial(self._on_event, lease.ending))
+        news += lease.watchers
 
-    def _emit(self, event: ReceiveEvent | None) -> None:
-        if event is not None:
-            self._on_event(event)
-
-
-def _failed(lease: _Lease, reason: Reason, detail: str = "") -> ReceiveFailed:
-    return ReceiveFailed(lease.job.key, lease.job.lease, reason, detail)
-
-
-def _mismatch(header: SlabHeader, job: ReceiveJob, layout: KvLayout) -> str | None:
-    if header.flavour != layout.flavour:
-        return f"KV flavour is {header.flavour} on the sender, {layout.flavour} here"
-    if header.chain_hash != job.chain_hash:
-        return "content hash differs"
-    if header.index >= header.count:
-        return "slab number is not below the count"
-    move = header.move
-    row_token_bytes = move.heads.length * layout.head_bytes
-    if len(header.digests) != num_tiles(
-        2 * move.layers.length, move.tokens.length, row_token_bytes
-    ):
-        return "number of digests differs from the number of tiles"
-    return None
+    @contextmanager
+    def _changing(self) -> Iterator[_News]:
+        """The lock; what is put on the list is called once it is free."""
+        news: _News = []
+        with self._changed:
+            yield news
+        for tell in news:
+            tell()

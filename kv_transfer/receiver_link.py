@@ -1,189 +1,311 @@
 """One link of a receiver: grants slabs to the leases that senders offer for, and scatters what
 comes back.
+
+``handle`` takes a message, ``turn`` does all that is due; neither waits for anything but a peer
+that reads too slowly, and both go by an injected clock. A filled slab stays with its grant until
+its bytes are here and no other slab of its lease is being scattered.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from kvferry.core.errors import LinkLost, ProtocolError
 from kvferry.core.ids import AttemptKey, LeaseId
-from kvferry.kv_transfer.handshake import Greeted, LinkOptions
+from kvferry.kv_transfer.counters import Tally
+from kvferry.kv_transfer.grants import Grants
+from kvferry.kv_transfer.handshake import Admitted, LinkOptions
 from kvferry.kv_transfer.jobs import Reason, ReceiveJob
 from kvferry.kv_transfer.leases import LeaseTable
 from kvferry.kv_transfer.memory import KvMemory
 from kvferry.kv_transfer.messages import (
+    PROBE_LEASE,
     Abort,
     Ack,
     Beat,
     Complete,
-    Credit,
     Header,
+    Measure,
     Message,
+    Missing,
     Offer,
     Proof,
+    Pull,
     Resend,
     Return,
+    Sample,
     decode_to_receiver,
     encode,
 )
+from kvferry.kv_transfer.probes import ProbeTurn, sample_digest
+from kvferry.kv_transfer.scatter import scatter_verified
 from kvferry.kv_transfer.transport import Channel
-from kvferry.kv_transfer.verdicts import Answer, Outcome, Verdict
+from kvferry.kv_transfer.verdicts import Answer, Outcome, Source, Verdict
+from kvferry.kv_transfer.wants import Wants
 
-
-@dataclass(slots=True)
-class _Want:
-    """Slabs that a sender has ready for a lease and that have no memory yet."""
-
-    key: AttemptKey
-    slabs: int
+UNUSED_TIMEOUTS = 2.0
+"""Progress timeouts after which a grant that nobody uses must have been lost: by then its sender
+has asked again, and given up.
+"""
 
 
 class ReceiverLink:
-    """The state of one link; all of it belongs to the thread that calls ``serve``."""
+    """The state of one link; all but ``retire`` belongs to one thread."""
 
     def __init__(
         self,
         channel: Channel,
-        greeted: Greeted,
+        admitted: Admitted,
         memory: KvMemory,
         leases: LeaseTable,
         options: LinkOptions,
+        probes: ProbeTurn,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._channel = channel
-        self._staging = greeted.staging
-        self._slab_bytes = greeted.slab_bytes
         self._memory = memory
         self._leases = leases
+        self._counters = leases.counters
         self._options = options
-        self._free = list(range(greeted.num_slabs))
-        self._granted: dict[int, tuple[int, LeaseId]] = {}
-        """slab -> (grant, lease)"""
-        self._last_grant = 0
-        self._wants: OrderedDict[LeaseId, _Want] = OrderedDict()
+        self._probes = probes
+        self._clock = clock
+        self._is_device = admitted.inlet.is_device
+        self._digest = admitted.digest
+        self._grants = Grants(admitted.inlet, admitted.num_slabs, admitted.slab_bytes, clock)
+        self._source = Source(admitted.peer, admitted.rank, channel.transport, self._leases_moved)
+        self._wants = Wants()
+        self._offered: dict[LeaseId, AttemptKey] = {}
+        """Leases whose sender has not been told of their end."""
+        self._to_measure = 0
+        """Slabs that a probe is yet to be granted."""
+        self._is_probing = False
+        self._spare = min(1, admitted.num_slabs - 1)
+        self._has_news = False
+        self._retired = False
+        self.idle_since_s: float | None = clock()
+        """Since when nothing has been granted and nothing wanted. Any thread may read it."""
+        self._heard_s = self._sent_s = clock()
+
+    def retire(self) -> None:
+        """End soon, as if the peer were lost. Any thread may call it."""
+        self._retired = True
+        self._channel.wake()
+
+    @property
+    def is_retiring(self) -> bool:
+        return self._retired
 
     def serve(self, closing: threading.Event) -> None:
         """Serve until closing. Raises LinkLost, ProtocolError."""
-        heard_at = sent_at = time.monotonic()
         try:
             while not closing.is_set():
-                frame = self._channel.receive(sent_at + self._options.beat_s - time.monotonic())
-                now = time.monotonic()
+                frame = self._channel.receive(self.turn())
                 if frame is not None:
-                    heard_at = now
-                    self._handle(frame)
-                elif now - heard_at > self._options.silence_s:
-                    raise LinkLost("the peer is silent")
-                if now - sent_at >= self._options.beat_s:
-                    self._send(Beat())
-                    sent_at = now
+                    self.handle(frame)
         finally:
-            self._staging.close()
+            self.close()
 
-    def _handle(self, frame: bytes) -> None:
+    def close(self) -> None:
+        self._probes.give_back(self)
+        self._grants.close()
+
+    def handle(self, frame: bytes) -> None:
+        """Take in a message; ``turn`` must follow. Raises LinkLost, ProtocolError."""
         message = decode_to_receiver(frame)
+        self._heard_s = self._clock()
         match message:
             case Offer():
                 self._offer(message)
             case Header():
                 self._header(message)
             case Return():
-                self._take_back(message.slab, message.grant)
+                self._grants.take_back(message.slab, message.grant)
             case Abort():
                 self._aborted(message)
+            case Measure():
+                self._to_measure, self._is_probing = message.slabs, True
+            case Sample():
+                if self._grants.fill(LeaseId(PROBE_LEASE), message) is None:
+                    self._counters.drop(Reason.FOREIGN)
             case Beat():
                 pass
             case Proof():
                 raise ProtocolError("a second proof")
+
+    def turn(self) -> float:
+        """Do what is due. Seconds until something is again, unless a message or a wake comes.
+
+        Raises LinkLost, ProtocolError.
+        """
+        silent_in_s = self._heard_s + self._options.silence_s - self._clock()
+        if silent_in_s <= 0:
+            raise LinkLost("the peer is silent")
+        if self._retired:
+            raise LinkLost("another link takes this one's place")
+        for message in self._grants.filled():
+            self._advance(message)
+        if self._has_news:
+            self._has_news = False
+            self._tell_ended()
         self._grant()
+        if self._wants or self._is_probing or not self._grants.is_idle:
+            self.idle_since_s = None
+        elif self.idle_since_s is None:
+            self.idle_since_s = self._clock()
+        timeout_s = self._options.progress_timeout_s
+        overdue_in_s = self._grants.overdue_in_s(UNUSED_TIMEOUTS * timeout_s, timeout_s)
+        beat_in_s = self._sent_s + self._options.beat_s - self._clock()
+        if beat_in_s <= 0:
+            self._send(Beat())
+            self._sent_s = self._clock()
+            beat_in_s = self._options.beat_s
+        timers = [silent_in_s, beat_in_s]
+        if overdue_in_s is not None:
+            timers.append(overdue_in_s)
+        return max(0.0, min(timers))
+
+    def _leases_moved(self) -> None:
+        """Some lease of this link ended, or may be scattered to again. Any thread calls it."""
+        self._has_news = True
+        self._channel.wake()
 
     def _offer(self, offer: Offer) -> None:
         lease = LeaseId(offer.lease)
-        verdict = self._leases.offered(offer.key, lease, offer.nbytes)
-        if verdict.answer is Answer.ACK:
-            self._wants[lease] = _Want(offer.key, offer.slabs)
-        else:
+        verdict = self._leases.offered(self._source, offer)
+        if verdict.answer is not Answer.ACK:
             self._answer_ended(offer.key, lease, verdict)
-
-    def _grant(self) -> None:
-        """Hand free slabs to the leases in turn."""
-        while self._free and self._wants:
-            lease, want = self._wants.popitem(last=False)
-            if not self._leases.is_live(want.key, lease):
-                self._answer_ended(want.key, lease, self._leases.offered(want.key, lease))
-                continue
-            slab = self._free.pop()
-            self._last_grant += 1
-            self._granted[slab] = (self._last_grant, lease)
-            self._send(Credit(lease=lease, slab=slab, grant=self._last_grant))
-            want.slabs -= 1
-            if want.slabs:
-                self._wants[lease] = want
+            return
+        self._offered[lease] = offer.key
+        self._wants.offer(lease, offer.key, offer.slabs)
 
     def _header(self, message: Header) -> None:
         header = message.header
-        lease = LeaseId(header.lease)
-        if self._granted.get(message.slab) != (message.grant, lease):
+        gap = self._leases.gap(self._source, header)
+        if gap is not None:
+            self._send(Missing(lease=header.lease, begin=gap.begin, end=gap.end))
+        news = self._grants.fill(LeaseId(header.lease), message)
+        if news:
+            return
+        if news is None:
             # The memory has another use by now: do not look at it.
-            recalled = self._leases.recall(header)
+            recalled = self._leases.recall(self._source, header)
             if recalled is not None:
                 self._reply(message, recalled)
+        else:
+            self._counters.drop(Reason.DUPLICATE)
+
+    def _advance(self, message: Header | Sample) -> None:
+        """Bring a filled slab as far as it gets now."""
+        if self._grants.may_pull(message):
+            if isinstance(message, Header) and self._is_refused(message):
+                return
+            self._grants.pull(message)
+            self._send(Pull(slab=message.slab, grant=message.grant))
+        if not self._grants.has_landed(message):
             return
-        if header.nbytes > self._slab_bytes:
-            raise ProtocolError("a slab larger than its memory")
-        verdict = self._leases.claim(header, self._options.silence_s)
-        if verdict.answer is Answer.SCATTER and verdict.job is not None:
+        if isinstance(message, Sample):
+            self._sample(message)
+            return
+        verdict = self._leases.claim(self._source, message.header)
+        if verdict.answer is Answer.WAIT:
+            self._counters.tally(Tally.WAIT)
+            if self._grants.waited_s(message) < self._options.progress_timeout_s:
+                return
+            verdict = self._leases.stuck(message.header)
+        elif verdict.job is not None:
             verdict = self._scatter(message, verdict.job)
-        if verdict.answer is not Answer.RESEND:
-            self._take_back(message.slab, message.grant)
+        self._grants.take_back(message.slab, message.grant)
         self._reply(message, verdict)
+
+    def _is_refused(self, message: Header) -> bool:
+        """Whether a slab's lease has ended before a receive was posted for it."""
+        lease = LeaseId(message.header.lease)
+        verdict = self._leases.refusal(self._source, message.header.key, lease)
+        if verdict is None:
+            return False
+        self._grants.take_back(message.slab, message.grant)
+        self._reply(message, verdict)
+        return True
+
+    def _scatter(self, message: Header, job: ReceiveJob) -> Verdict:
+        outcome = Outcome.BROKEN
+        started_s = self._clock()
+        try:
+            slab = self._grants.bytes_of(message)
+            outcome = scatter_verified(self._memory, job, message.header, self._digest, slab)
+        finally:
+            busy_s = self._clock() - started_s
+            verdict = self._leases.settle(self._source, message.header, outcome, busy_s)
+        return verdict
+
+    def _sample(self, message: Sample) -> None:
+        ack = Ack(lease=PROBE_LEASE, index=message.index, grant=message.grant)
+        answer: Message = ack
+        if message.digest:
+            digest = sample_digest(self._grants.bytes_of(message), self._is_device)
+            if digest != message.digest:
+                self._counters.tally(Tally.PROBE_DAMAGED)
+                answer = Resend(lease=PROBE_LEASE, index=message.index, grant=message.grant)
+        self._counters.tally(Tally.PROBE)
+        self._grants.take_back(message.slab, message.grant)
+        self._send(answer)
 
     def _reply(self, message: Header, verdict: Verdict) -> None:
         header, lease = message.header, LeaseId(message.header.lease)
         match verdict.answer:
             case Answer.ACK:
+                if verdict.is_last:
+                    self._forget(header.key, lease)
                 self._send(Ack(lease=lease, index=header.index, grant=message.grant))
             case Answer.RESEND:
+                self._wants.add_again(lease, header.key)
                 self._send(Resend(lease=lease, index=header.index, grant=message.grant))
             case _:
                 self._answer_ended(header.key, lease, verdict)
 
-    def _scatter(self, message: Header, job: ReceiveJob) -> Verdict:
-        header, move = message.header, message.header.move
-        outcome = Outcome.BROKEN
-        started_at = time.perf_counter()
-        try:
-            if not self._memory.is_fresh(job.blocks, move):
-                outcome = Outcome.STALE
-            else:
-                slab = self._staging.slab(message.slab)[: header.nbytes]
-                digests = self._memory.scatter(job.blocks, move, slab)
-                if not self._memory.is_fresh(job.blocks, move):
-                    outcome = Outcome.STALE
-                else:
-                    outcome = Outcome.VERIFIED if digests == header.digests else Outcome.DAMAGED
-        finally:
-            verdict = self._leases.settle(header, outcome, time.perf_counter() - started_at)
-        return verdict
+    def _grant(self) -> None:
+        """Hand free slabs to the leases in turn; a probe gets what they leave."""
+        while self._grants.num_free and self._wants:
+            lease, key = self._wants.first()
+            refusal = self._leases.refusal(self._source, key, lease)
+            if refusal is not None:
+                self._answer_ended(key, lease, refusal)
+                continue
+            self._wants.served(lease)
+            self._send(self._grants.give(lease))
+        if self._is_probing:
+            self._grant_probe()
 
-    def _take_back(self, slab: int, grant: int) -> None:
-        held = self._granted.get(slab)
-        if held is not None and held[0] == grant:
-            del self._granted[slab]
-            self._free.append(slab)
+    def _grant_probe(self) -> None:
+        if not self._to_measure and not self._grants.count(LeaseId(PROBE_LEASE)):
+            self._is_probing = False
+            self._probes.give_back(self)
+        elif self._to_measure and self._probes.take(self, self._channel.wake):
+            # Where there are two, one slab stays free for the next transfer.
+            while self._to_measure and self._grants.num_free > self._spare and not self._wants:
+                self._to_measure -= 1
+                self._send(self._grants.give(LeaseId(PROBE_LEASE)))
 
     def _aborted(self, message: Abort) -> None:
         lease = LeaseId(message.lease)
         self._forget(message.key, lease)
-        self._leases.fail(message.key, lease, Reason.ABORTED, message.detail or message.reason)
+        self._leases.abort(self._source, message.key, lease, message.detail or message.reason)
+
+    def _tell_ended(self) -> None:
+        """Tell the sender of ends that it did not bring about, so that it need not wait for its
+        next message to hear of them.
+        """
+        for lease, key in list(self._offered.items()):
+            refusal = self._leases.refusal(self._source, key, lease)
+            if refusal is not None:
+                self._answer_ended(key, lease, refusal)
 
     def _forget(self, key: AttemptKey, lease: LeaseId) -> None:
-        want = self._wants.get(lease)
-        if want is not None and want.key == key:
-            del self._wants[lease]
+        if self._offered.get(lease) == key:
+            del self._offered[lease]
+        self._wants.forget(lease, key)
 
     def _answer_ended(self, key: AttemptKey, lease: LeaseId, verdict: Verdict) -> None:
         self._forget(key, lease)

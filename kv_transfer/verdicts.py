@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from kvferry.core.ids import Incarnation
 from kvferry.kv_transfer.jobs import Reason, ReceiveJob
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The link that an offer or a slab came by."""
+
+    peer: Incarnation
+    rank: int
+    """Of the peer."""
+    transport: str
+    wake: Callable[[], None]
+    """Make the link look at its leases again."""
 
 
 class Answer(Enum):
@@ -13,6 +27,8 @@ class Answer(Enum):
 
     SCATTER = auto()
     """Nothing yet: the slab is claimed; scatter it, then settle."""
+    WAIT = auto()
+    """Nothing yet: another slab of the lease is being scattered; the link is woken after it."""
     ACK = auto()
     RESEND = auto()
     COMPLETE = auto()
@@ -21,12 +37,15 @@ class Answer(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The table's decision about an offer or a slab. ``job`` is there when the slab is claimed."""
+    """The table's decision about an offer or a slab."""
 
     answer: Answer
     reason: Reason | None = None
     detail: str = ""
     job: ReceiveJob | None = None
+    """There when the slab is claimed."""
+    is_last: bool = False
+    """This slab completed the lease."""
 
 
 class Outcome(Enum):

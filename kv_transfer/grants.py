@@ -1,0 +1,152 @@
+"""The slabs of one receiver's link: free, granted, or filled and on their way in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvferry.core.errors import LinkLost, ProtocolError
+from kvferry.core.ids import LeaseId
+from kvferry.kv_transfer.messages import Credit, Header, Sample
+from kvferry.kv_transfer.transport import Inlet, Slab
+
+PULLS = 4
+"""Receives posted at once: more only queue up in the data path."""
+
+
+@dataclass(slots=True)
+class _Grant:
+    number: int
+    lease: LeaseId
+    since_s: float
+    message: Header | Sample | None = None
+    """What the sender says of its bytes."""
+    is_pulled: bool = False
+    """A receive is posted, so the sender will push, whatever became of the lease."""
+    has_landed: bool = False
+
+    @property
+    def is_posted(self) -> bool:
+        return self.is_pulled and not self.has_landed
+
+    @property
+    def nbytes(self) -> int:
+        match self.message:
+            case Header():
+                return self.message.header.nbytes
+            case Sample():
+                return self.message.nbytes
+        return 0
+
+
+class Grants:
+    """Which slab is whose. A slab is free again once nothing can land in it any more."""
+
+    def __init__(
+        self, inlet: Inlet, num_slabs: int, slab_bytes: int, clock: Callable[[], float]
+    ) -> None:
+        self._inlet = inlet
+        self._slab_bytes = slab_bytes
+        self._clock = clock
+        self._free = list(range(num_slabs))
+        """Last in, first out: its bytes may still be in the processor's cache."""
+        self._grants: dict[int, _Grant] = {}
+        """By slab, oldest first."""
+        self._num_posted = 0
+        self._last_grant = 0
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._grants
+
+    def count(self, lease: LeaseId) -> int:
+        """Slabs that a lease has."""
+        return sum(grant.lease == lease for grant in self._grants.values())
+
+    def give(self, lease: LeaseId) -> Credit:
+        """Grant a free slab."""
+        slab = self._free.pop()
+        self._last_grant += 1
+        self._grants[slab] = _Grant(self._last_grant, lease, self._clock())
+        self._inlet.grant(slab, self._last_grant)
+        return Credit(lease=lease, slab=slab, grant=self._last_grant)
+
+    def fill(self, lease: LeaseId, message: Header | Sample) -> bool | None:
+        """A slab is said to be filled. Whether that is news; None when it was granted for
+        something else. Raises ProtocolError for more bytes than it has.
+        """
+        grant = self._grants.get(message.slab)
+        if grant is None or (grant.number, grant.lease) != (message.grant, lease):
+            return None
+        if grant.message is not None:
+            return False
+        grant.message, grant.since_s = message, self._clock()
+        if not 0 < grant.nbytes <= self._slab_bytes:
+            raise ProtocolError(f"{grant.nbytes} bytes in a slab of {self._slab_bytes}")
+        return True
+
+    def filled(self) -> list[Header | Sample]:
+        """In the order in which they were granted."""
+        return [grant.message for grant in self._grants.values() if grant.message is not None]
+
+    def has_landed(self, message: Header | Sample) -> bool:
+        """Whether the bytes are all here. Raises LinkLost when the path broke."""
+        grant = self._grants[message.slab]
+        if not grant.has_landed:
+            grant.has_landed = self._inlet.arrived(message.slab, grant.number, grant.nbytes)
+            if grant.has_landed:
+                grant.since_s = self._clock()
+                self._num_posted -= grant.is_pulled
+        return grant.has_landed
+
+    def may_pull(self, message: Header | Sample) -> bool:
+        """Whether its receive is yet to be posted, and can be."""
+        grant = self._grants[message.slab]
+        return self._inlet.is_pulled and not grant.is_pulled and self._num_posted < PULLS
+
+    def pull(self, message: Header | Sample) -> None:
+        """Post its receive; the sender must be told in the same order. Raises LinkLost."""
+        grant = self._grants[message.slab]
+        self._inlet.pull(message.slab, grant.number, grant.nbytes)
+        grant.is_pulled = True
+        self._num_posted += 1
+
+    def bytes_of(self, message: Header | Sample) -> Slab:
+        return self._inlet.slab(message.slab)[: self._grants[message.slab].nbytes]
+
+    def take_back(self, slab: int, number: int) -> bool:
+        """Free a slab, unless the grant is over already or bytes are bound to land in it."""
+        grant = self._grants.get(slab)
+        if grant is None or grant.number != number or grant.is_posted:
+            return False
+        del self._grants[slab]
+        self._free.append(slab)
+        return True
+
+    def waited_s(self, message: Header | Sample) -> float:
+        """Since its bytes are here."""
+        return self._clock() - self._grants[message.slab].since_s
+
+    def overdue_in_s(self, to_fill_s: float, to_land_s: float) -> float | None:
+        """Seconds until something has waited too long; None while nothing waits.
+
+        Raises LinkLost when bytes or a message have been waited for too long: they were lost, and
+        only a new link can tell which slabs are whose.
+        """
+        left_s = None
+        now = self._clock()
+        for grant in self._grants.values():
+            limit_s = to_fill_s if grant.message is None else to_land_s
+            rest_s = grant.since_s + limit_s - now
+            if rest_s <= 0 and not grant.has_landed:
+                lost = "use of a granted slab" if grant.message is None else "bytes of a slab"
+                raise LinkLost(f"no {lost} for {limit_s:g} s")
+            left_s = rest_s if left_s is None else min(left_s, rest_s)
+        return left_s
+
+    def close(self) -> None:
+        self._inlet.close()

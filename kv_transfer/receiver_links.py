@@ -1,0 +1,179 @@
+"""The links of one receiver: a thread each, greeted, given their part of the slab memory, and
+replaced when their peer comes back.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvferry.core.errors import LinkLost, LinkRefused, ProtocolError
+from kvferry.core.ids import Incarnation
+from kvferry.kv_transfer import handshake
+from kvferry.kv_transfer.counters import Tally
+from kvferry.kv_transfer.handshake import Admitted, LinkOptions
+from kvferry.kv_transfer.leases import LeaseTable
+from kvferry.kv_transfer.memory import KvMemory
+from kvferry.kv_transfer.messages import Proof
+from kvferry.kv_transfer.probes import ProbeTurn
+from kvferry.kv_transfer.receiver_link import ReceiverLink
+from kvferry.kv_transfer.staging import StagingPool
+from kvferry.kv_transfer.transport import Channel
+
+MAX_STRANGERS = 16
+"""Connections that have not proved themselves yet, at once."""
+
+_Name = tuple[Incarnation, int, str]
+"""(life of the peer, its rank, transport): one link each."""
+
+
+@dataclass(slots=True)
+class _Open:
+    """A link that serves."""
+
+    link: ReceiverLink
+    name: _Name
+
+
+class ReceiverLinks:
+    """Safe to call from any thread."""
+
+    def __init__(
+        self,
+        memory: KvMemory,
+        options: LinkOptions,
+        leases: LeaseTable,
+        closing: threading.Event,
+        clock: Callable[[], float],
+    ) -> None:
+        self._memory = memory
+        self._options = options
+        self._leases = leases
+        self._closing = closing
+        self._clock = clock
+        self._probes = ProbeTurn(clock)
+        self._changed = threading.Condition()
+        self._staging = StagingPool(
+            options.staging_bytes // options.slab_bytes, options.expected_links
+        )
+        self._channels: dict[threading.Thread, Channel] = {}
+        self._open: list[_Open] = []
+        """The one that opened last is last."""
+        self._strangers = 0
+
+    @property
+    def count(self) -> int:
+        with self._changed:
+            return len(self._open)
+
+    def adopt(self, channel: Channel) -> None:
+        """Serve a new connection, or close it at once when there are too many strangers."""
+        with self._changed:
+            if self._strangers >= MAX_STRANGERS or self._closing.is_set():
+                channel.close()
+                return
+            self._strangers += 1
+            thread = threading.Thread(target=self._run, args=(channel,), name="kv-receiver-link")
+            self._channels[thread] = channel
+            # Started under the lock, so that stop never returns a thread that cannot be joined.
+            thread.start()
+
+    def stop(self) -> list[threading.Thread]:
+        """Wake all links, now that the receiver is closing. Their threads, which will end."""
+        with self._changed:
+            channels = dict(self._channels)
+        for channel in channels.values():
+            channel.wake()
+        return list(channels)
+
+    def _run(self, channel: Channel) -> None:
+        num_slabs = 0
+        try:
+            proof, mac = self._challenge(channel)
+            digest = handshake.agree(channel, self._options, proof, self._memory.digests)
+            self._replace((Incarnation(proof.incarnation), proof.rank, channel.transport))
+            num_slabs = self._take_slabs()
+            if not num_slabs:
+                handshake.refuse(channel, self._options, "no slab memory left for another link")
+            self._serve(
+                channel,
+                handshake.welcome(channel, self._options, proof, mac, digest, num_slabs),
+            )
+        except LinkRefused:
+            pass
+        except (LinkLost, ProtocolError):
+            # This connection ends and no other; the leases that it served wait for a new one.
+            self._leases.counters.tally(Tally.LINK_LOST)
+        finally:
+            channel.close()
+            with self._changed:
+                self._staging.give_back(num_slabs)
+                del self._channels[threading.current_thread()]
+                self._changed.notify_all()
+
+    def _challenge(self, channel: Channel) -> tuple[Proof, bytes]:
+        try:
+            return handshake.challenge(channel, self._options)
+        finally:
+            with self._changed:
+                self._strangers -= 1
+
+    def _replace(self, name: _Name) -> None:
+        """End the links of the same name: their sender has given them up, though nothing may have
+        told us so.
+        """
+        with self._changed:
+            for other in self._open:
+                if other.name == name and not other.link.is_retiring:
+                    self._leases.counters.tally(Tally.LINK_REPLACED)
+                    other.link.retire()
+
+    def _take_slabs(self) -> int:
+        """Slab memory for a new link, an idle one's if need be; 0 when all of it is in use."""
+        deadline = time.monotonic() + self._options.silence_s
+        with self._changed:
+            num_slabs = self._staging.take()
+            while not num_slabs and self._free_idle():
+                if not self._changed.wait(deadline - time.monotonic()):
+                    break
+                num_slabs = self._staging.take()
+            return num_slabs
+
+    def _free_idle(self) -> bool:
+        """Whether some link gives its memory back soon."""
+        if any(one.link.is_retiring for one in self._open):
+            return True
+        now = self._clock()
+        idle = [(one.link.idle_since_s or now, one) for one in self._open]
+        since_s, one = min(idle, key=lambda pair: pair[0], default=(now, None))
+        if one is None or now - since_s < self._options.beat_s:
+            return False
+        self._leases.counters.tally(Tally.LINK_RETIRED)
+        one.link.retire()
+        return True
+
+    def _serve(self, channel: Channel, admitted: Admitted) -> None:
+        """Until the link is lost, replaced, retired, or the receiver closes.
+
+        Raises LinkLost, ProtocolError.
+        """
+        link = ReceiverLink(
+            channel,
+            admitted,
+            self._memory,
+            self._leases,
+            self._options,
+            self._probes,
+            self._clock,
+        )
+        entry = _Open(link, (admitted.peer, admitted.rank, channel.transport))
+        self._leases.counters.tally(Tally.LINK)
+        with self._changed:
+            self._open.append(entry)
+        try:
+            link.serve(self._closing)
+        finally:
+            with self._changed:
+                self._open.remove(entry)
