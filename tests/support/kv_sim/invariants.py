@@ -1,0 +1,112 @@
+"""What must hold at all times, and what when all is over."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from kv_sim.workers import DecodeSide, Worker
+
+if TYPE_CHECKING:
+    from kv_sim.world import World
+
+RECLAIM_S = 1.0
+"""After a deadline, blocks are back within so much time."""
+WATCH_S = 0.25
+
+
+class Invariants:
+    """Watches all workers of a world."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.ended: dict[tuple[str, Any], int] = {}
+        """Terminal events per job of the KV plane."""
+        self._overdue_since: dict[tuple[str, Any], float] = {}
+
+    def job(self, worker: Worker, key: Any) -> None:
+        self.ended[worker.name, key] = 0
+
+    def ending(self, worker: Worker, key: Any, event: object) -> None:
+        """A terminal event of the KV plane."""
+        self.world.note("%s: %s", worker.name, event)
+        count = self.ended.get((worker.name, key))
+        if count is None:
+            self.world.violation(f"{worker.name}: {event} of a job that it never had")
+        elif count:
+            self.world.violation(f"{worker.name}: a second end, {event}")
+        else:
+            self.ended[worker.name, key] = 1
+
+    def after_turn(self, worker: Worker) -> None:
+        counts = worker.pool.counts()
+        if counts.total != worker.pool.num_blocks:
+            self.world.violation(f"{worker.name}: {counts} are not {worker.pool.num_blocks} blocks")
+
+    def heard(self, worker: Worker, kind: str) -> None:
+        """What the ledger has admitted leaves room for what it counts as growth."""
+        if kind != "granted" or not isinstance(worker, DecodeSide):
+            return
+        sequences = worker.sequences
+        held = np.fromiter(sequences.by_row, np.int64)
+        if len(held) < 2:
+            return
+        table = sequences.table
+        growth = worker.ledger.growth(table.length[held], table.max_length[held])
+        if worker.pool.num_free < growth:
+            self.world.violation(
+                f"{worker.name}: overcommitted, {growth} blocks of growth, "
+                f"{worker.pool.num_free} free"
+            )
+
+    def watch(self) -> None:
+        """Nothing outlives its deadline, and no fence its operation, by more than RECLAIM_S."""
+        now = self.world.agenda.now
+        overdue = set()
+        for worker in self.world.live_workers():
+            if worker.is_stalled:
+                continue
+            for seq in worker.sequences:
+                if now > min(seq.deadline_s, seq.lease_until_s):
+                    overdue.add((worker.name, seq.key))
+            overdue.update(
+                (name, key)
+                for (name, key), count in self.ended.items()
+                if not count and name == worker.name and worker.pool.is_fenced(key)
+            )
+        since = self._overdue_since
+        self._overdue_since = {thing: since.get(thing, now) for thing in overdue}
+        for (name, key), start in self._overdue_since.items():
+            if now - start > RECLAIM_S + WATCH_S:
+                self.world.violation(f"{name}: {key} holds blocks {now - start:.2f} s too long")
+        if not self.world.closing:
+            self.world.agenda.after(WATCH_S, self.watch)
+
+    def at_rest(self) -> str:
+        """Why not all is given back yet; empty when it is."""
+        for worker in self.world.live_workers():
+            counts = worker.pool.counts()
+            table = worker.sequences.table
+            if len(worker.sequences):
+                return f"{worker.name}: {[(s.key, s.state) for s in worker.sequences]}"
+            if counts.reserved or counts.in_use or counts.fenced or worker.pool.num_fences:
+                return f"{worker.name}: {counts}, {worker.pool.num_fences} fences"
+            if table.num_free != table.max_rows:
+                return f"{worker.name}: {table.max_rows - table.num_free} rows are taken"
+            rest = worker.kv_at_rest()
+            if rest:
+                return f"{worker.name}: {rest}"
+        for request in self.world.requests():
+            if not request.outcome:
+                return f"request {request.number} has not ended"
+        return ""
+
+    def check_end(self) -> None:
+        """All faults are over and all is given back."""
+        dead = {w.name for w in self.world.all_workers if w.dead}
+        for (name, key), count in self.ended.items():
+            if not count and name not in dead:
+                self.world.violation(f"{name}: the job of {key} never ended")
+        for request in self.world.requests():
+            if request.outcome == "done" and request.output != request.expected:
+                self.world.violation(f"request {request.number}: ended with {request.output}")

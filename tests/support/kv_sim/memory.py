@@ -1,0 +1,52 @@
+"""A cache whose packs and scatters take time, in which everybody else goes on."""
+
+from __future__ import annotations
+
+from kv_sim.clock import Actor
+from kv_sim.workers import Worker
+
+from kvferry.kv_transfer.jobs import BlockTable
+from kvferry.kv_transfer.memory import Form
+from kvferry.kv_transfer.plan import SlabMove
+
+
+class SlowMemory:
+    """One link's view of a worker's cache."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.actor: Actor | None = None
+        """The link's thread."""
+        self._worker = worker
+        self._memory = worker.memory
+        self.layout, self.rank = worker.memory.layout, worker.memory.rank
+        self.digests = worker.memory.digests
+        self.is_fresh = worker.memory.is_fresh
+
+    def pack(
+        self,
+        blocks: BlockTable,
+        move: SlabMove,
+        form: Form,
+        slab: memoryview,
+        after: object = None,
+    ) -> list[int]:
+        self._work("packed")
+        digests = self._memory.pack(blocks, move, form, slab, after)
+        self._work("packed")
+        return digests
+
+    def scatter(
+        self, blocks: BlockTable, move: SlabMove, form: Form, slab: memoryview
+    ) -> list[int]:
+        self._work("scattered")
+        digests = self._memory.scatter(blocks, move, form, slab)
+        self._work("scattered")
+        return digests
+
+    def _work(self, what: str) -> None:
+        assert self.actor is not None
+        self._worker.copying += 1
+        try:
+            self._worker.busy(self.actor, self._worker.world.pace.copy_s())
+        finally:
+            self._worker.copying -= 1

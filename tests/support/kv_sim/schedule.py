@@ -1,0 +1,102 @@
+"""One random schedule, from its seed to the verdict on it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from kv_sim.clock import Hang
+from kv_sim.faults import WEIGHTS
+from kv_sim.world import World
+
+FAULTY_S = 3.0
+"""Faults happen before this."""
+LONGEST_S = 60.0
+"""All must be at rest by then, however bad it was."""
+CHECK_S = 0.05
+NUM_FAULTS = (0, 0, 1, 2, 3, 5, 8)
+
+
+@dataclass(slots=True)
+class Result:
+    """What came of a schedule."""
+
+    seed: int
+    violations: list[str] = field(default_factory=list)
+    hang: str = ""
+    leak: str = ""
+    outcomes: Counter[str] = field(default_factory=Counter)
+    covered: Counter[str] = field(default_factory=Counter)
+    trace: list[str] = field(default_factory=list)
+    virtual_s: float = 0.0
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.violations or self.hang or self.leak)
+
+
+def run_schedule(seed: int, *, trace: bool = False) -> Result:
+    """Never raises for what a schedule finds."""
+    result = Result(seed)
+    world = World(seed, trace=trace)
+    try:
+        _play(world, result)
+    except Hang as error:
+        result.hang = str(error)
+    result.violations = world.violations
+    result.covered = world.covered
+    result.trace = world.trace or []
+    result.virtual_s = world.agenda.now
+    return result
+
+
+def _play(world: World, result: Result) -> None:
+    draw, agenda = world.random, world.agenda
+    agenda.after(0.0, world.invariants.watch)
+    for _ in range(draw.randint(2, 6)):
+        agenda.at(draw.random() * FAULTY_S / 3, _arrive, world)
+    faults, weights = list(WEIGHTS), list(WEIGHTS.values())
+    num_faults = draw.choice(NUM_FAULTS)
+    for fault in draw.choices(faults, weights, k=num_faults):
+        agenda.at(draw.random() ** 2 * FAULTY_S, fault, world)
+    agenda.pass_time(FAULTY_S / 3)
+    result.leak = _rest(world)
+    if result.leak:
+        return
+    if num_faults:
+        agenda.pass_time(max(0.0, FAULTY_S - agenda.now))
+    _probe(world, result)
+    world.invariants.check_end()
+    for request in world.requests():
+        if not num_faults and request.outcome not in ("done", "deadline"):
+            world.violation(f"request {request.number}: {request.outcome} without any fault")
+        result.outcomes[request.outcome.split(":")[0]] += 1
+
+
+def _arrive(world: World) -> None:
+    world.submit(world.draw_request())
+
+
+def _rest(world: World) -> str:
+    """Let all come to rest; why it does not, or nothing."""
+    agenda = world.agenda
+    while why := world.invariants.at_rest():
+        if agenda.now > LONGEST_S:
+            return why
+        agenda.pass_time(CHECK_S)
+    return ""
+
+
+def _probe(world: World, result: Result) -> None:
+    """With all faults over, requests run as if nothing had been: B005, B006."""
+    world.calm()
+    probes = [world.draw_request(patient=True) for _ in range(2)]
+    for probe in probes:
+        world.submit(probe)
+    world.agenda.pass_time(CHECK_S)
+    result.leak = _rest(world)
+    for probe in probes:
+        if probe.outcome != "done" or probe.attempt > 2:
+            world.violation(
+                f"probe {probe.number}: {probe.outcome} at attempt {probe.attempt}, all faults over"
+            )

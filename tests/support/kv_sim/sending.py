@@ -1,0 +1,184 @@
+"""The sending half of a simulated worker: the real links and sessions, on actors for threads."""
+
+from __future__ import annotations
+
+from kv_sim.clock import NEVER, Actor
+from kv_sim.memory import SlowMemory
+from kv_sim.wire import Wire, make_link
+from kv_sim.workers import PrefillSide
+
+from kvferry.core.errors import LinkLost, LinkRefused, ProtocolError, TransferFailed
+from kvferry.core.ids import AttemptKey
+from kvferry.kv_transfer.faults import LinkFaults, Side
+from kvferry.kv_transfer.faulty import FaultyChannel
+from kvferry.kv_transfer.handshake import Greeted
+from kvferry.kv_transfer.jobs import Reason, SendEvent, SendJob
+from kvferry.kv_transfer.layout import head_nbytes
+from kvferry.kv_transfer.outgoing import Owed, Progress, Transfer, TransferTable
+from kvferry.kv_transfer.plan import parts, wire_dtype
+from kvferry.kv_transfer.sender import Peer
+from kvferry.kv_transfer.sender_link import RETRY_S, SenderLink, SenderParts, choose_first
+from kvferry.kv_transfer.sender_session import SenderSession
+
+LEAST_WAIT_S = 0.02
+"""What a session polls in between, the wire wakes it for."""
+
+
+class Sending:
+    """What ``kv_transfer.sender.KvSender`` is, without its threads."""
+
+    def __init__(self, worker: PrefillSide) -> None:
+        self.worker, self.world = worker, worker.world
+        clock = self.world.agenda.clock
+        options = self.world.options(worker)
+        self.table = TransferTable(self._ended, clock, options.progress_timeout_s)
+        self.links: dict[Peer, Link] = {}
+
+    def begin(self, job: SendJob) -> None:
+        self.world.invariants.job(self.worker, job.key)
+        source = self.worker.memory.layout
+        owed, fault = Owed((), 0, 0.0), ""
+        try:
+            wire = wire_dtype(source, job.target, job.wire)
+            shards = parts(source, 0, job.target, 0)
+            owed = Owed(shards, head_nbytes(source.head_dim, wire), self.worker.least_bytes)
+        except TransferFailed as error:
+            fault = str(error)
+        transfer = self.table.add(job, owed)
+        if fault:
+            self.table.fail(transfer, Reason.MISMATCH, fault)
+            return
+        self._post(transfer)
+
+    def computed(
+        self, key: AttemptKey, layers_end: int, tokens_end: int, after: object = None
+    ) -> None:
+        progress = Progress(layers_end, tokens_end, after)
+        for transfer in self.table.of(key):
+            if transfer.report(progress, self.world.agenda.now):
+                transfer.wake()
+
+    def abort(self, key: AttemptKey) -> None:
+        for transfer in self.table.abort(key):
+            transfer.wake()
+
+    def open_links(self) -> list[Link]:
+        return [link for link in self.links.values() if link.channel is not None]
+
+    def at_rest(self) -> str:
+        live = [link.name for link in self.links.values() if link.link.transfers]
+        return f"transfers left in {live}" if live else ""
+
+    def _post(self, transfer: Transfer) -> None:
+        peer = Peer(transfer.job.peer, transfer.job.target_rank)
+        link = self.links.get(peer)
+        if link is None:
+            link = self.links[peer] = Link(self, peer)
+        link.post(transfer)
+
+    def _ended(self, event: SendEvent) -> None:
+        self.world.invariants.ending(self.worker, event.key, event)
+        self.worker.post(event)
+
+
+class Link:
+    """One link of a sender, and the actor that stands for its thread."""
+
+    def __init__(self, sending: Sending, peer: Peer) -> None:
+        worker = sending.worker
+        self.name = f"link {worker.name} - {peer.incarnation}"
+        self.sending, self.worker, self.world = sending, worker, sending.world
+        self.channel: FaultyChannel | None = None
+        self.peer = peer
+        self._session: SenderSession | None = None
+        memory = SlowMemory(worker)
+        self._actor = memory.actor = worker.actor(self.name, self._turn)
+        self.link = SenderLink(
+            *peer,
+            SenderParts(
+                memory=memory,
+                table=sending.table,
+                options=self.world.options(worker),
+                connect=self._connect,
+                choose=choose_first,
+                clock=self.world.agenda.clock,
+            ),
+        )
+
+    def post(self, transfer: Transfer) -> None:
+        self.link.post(transfer)
+        transfer.wake = self._actor.wake
+        self._actor.wake()
+
+    def cut(self) -> None:
+        if self.channel is not None:
+            self.channel.close()
+
+    def _connect(self, endpoint: str, timeout_s: float) -> FaultyChannel:
+        self.worker.busy(self._actor, self.world.pace.dial_s())
+        worker = self.world.listening_at(endpoint)
+        if worker is None:
+            raise LinkRefused(f"nobody listens at {endpoint}")
+        if worker.paused:
+            self.worker.busy(self._actor, timeout_s)
+            raise LinkLost("the peer does not answer")
+        wire = Wire(self.world, self.world.random.choice(self.world.transfer.paths))
+        ours, theirs = make_link(wire)
+        ours.actor = self._actor
+        channel = FaultyChannel(ours, LinkFaults(self.world.faults, Side.SENDER))
+        admitted = worker.receiving.accept(self.worker, theirs)
+        self.greeted = Greeted(
+            outlet=channel.open_outlet(admitted.num_slabs, admitted.slab_bytes, 0.0),
+            num_slabs=admitted.num_slabs,
+            slab_bytes=admitted.slab_bytes,
+            digest=admitted.digest,
+            peer=worker.incarnation,
+        )
+        return channel
+
+    def _turn(self) -> float:
+        try:
+            if self._session is None:
+                self._open()
+            return self._serve()
+        except LinkRefused as error:
+            self._close()
+            self.link.refused(str(error))
+        except (LinkLost, ProtocolError) as error:
+            self.world.note("%s is lost: %s", self.name, error)
+            self._close()
+            self.link.lost(str(error))
+        if self.link.transfers or self.link.inbox:
+            return RETRY_S
+        self.sending.links.pop(self.peer, None)
+        self.worker.retire(self._actor)
+        return NEVER
+
+    def _open(self) -> None:
+        self.link.admit()
+        endpoint = next(
+            (t.job.endpoints[0] for t in reversed(self.link.transfers.values())), None
+        )
+        if endpoint is None:
+            raise LinkLost("nothing to send")
+        self.channel = self._connect(endpoint, self.world.options(self.worker).silence_s)
+        self._session = self.link.session(self.channel, self.greeted)
+
+    def _serve(self) -> float:
+        assert self.channel is not None
+        assert self._session is not None
+        frame = self.channel.receive(0.0)
+        if frame is not None:
+            self._session.handle(frame)
+        wait_s = self._session.turn()
+        if frame is not None:
+            return 0.0
+        return min(max(wait_s, LEAST_WAIT_S), self.channel.pump())
+
+    def _close(self) -> None:
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+        if self.channel is not None:
+            self.channel.close()
+            self.channel = None
