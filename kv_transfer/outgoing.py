@@ -76,6 +76,11 @@ class Transfer:
     unsent: deque[int] = field(default_factory=deque)
     """Slabs without memory."""
     acked: set[int] = field(default_factory=set)
+    acked_nbytes: int = 0
+    tail_nbytes: int = 0
+    """What was not acknowledged when all was computed."""
+    overlapped_s: float = 0.0
+    """Packing while the prompt was computed."""
     retried: bool = False
     """Sent once more already since it last moved."""
     account: Account = field(default_factory=Account)
@@ -120,7 +125,7 @@ class Transfer:
         whole = progress.layers_end >= end and progress.tokens_end >= self.job.tokens.end
         if whole and self.computed_s is None:
             self.computed_s = now
-        if self.first_report is None:
+        if self.first_report is None and progress.tokens_end > self.job.tokens.begin:
             self.first_report = (progress, now)
         self.progress = progress
         return whole or self.owed.least_bytes < self.nbytes
@@ -134,6 +139,8 @@ class Transfer:
         if progress is None or progress is self._seen:
             return False
         self._seen = progress
+        if self.computed_s is not None and not self.tail_nbytes:
+            self.tail_nbytes = self.nbytes - self.acked_nbytes
         if not self._cutters:
             owed, tokens = self.owed, self.job.tokens
             least_bytes = owed.least_bytes / len(owed.parts)
@@ -152,6 +159,12 @@ class Transfer:
         if self.ready_s is None:
             self.ready_s = now
         return True
+
+    def ack(self, index: int) -> None:
+        """The receiver has verified a slab."""
+        if index not in self.acked:
+            self.acked.add(index)
+            self.acked_nbytes += self.slabs[index].move.nbytes
 
     def rewind(self) -> None:
         """Forget what was in flight: its link is gone."""
@@ -172,8 +185,11 @@ class TransferTable:
         on_event: Callable[[SendEvent], None],
         clock: Callable[[], float],
         progress_timeout_s: float,
+        on_sent: Callable[[Transfer], None] = lambda transfer: None,
     ) -> None:
+        """``on_sent``: sees each transfer that succeeded, on its link's thread."""
         self._on_event = on_event
+        self._on_sent = on_sent
         self._clock = clock
         self._progress_timeout_s = progress_timeout_s
         self._lock = threading.Lock()
@@ -214,6 +230,7 @@ class TransferTable:
         now, account = self._clock(), transfer.account
         account.wall_s = now - (now if transfer.ready_s is None else transfer.ready_s)
         account.exposed_s = now - (now if transfer.computed_s is None else transfer.computed_s)
+        self._on_sent(transfer)
         done = SendDone(transfer.job.key, account)
         with self._lock:
             event = self._end(transfer, Event.COMPLETE, done)

@@ -23,6 +23,7 @@ from kvferry.kv_transfer.layout import KvLayout, Shard, head_nbytes
 from kvferry.kv_transfer.memory import KvMemory
 from kvferry.kv_transfer.outgoing import Owed, Progress, Transfer, TransferTable
 from kvferry.kv_transfer.plan import parts, wire_dtype
+from kvferry.kv_transfer.push import Prompt, Push, PushPolicy
 from kvferry.kv_transfer.sender_link import Choose, SenderLink, SenderParts, choose_first
 from kvferry.kv_transfer.transport import Connect
 
@@ -45,9 +46,11 @@ class KvSender:
         connect: Connect = connect_any,
         clock: Callable[[], float] = time.monotonic,
         choose: Choose = choose_first,
+        push: Push = Push.AUTO,
     ) -> None:
         self._memory = memory
-        self._table = TransferTable(on_event, clock, options.progress_timeout_s)
+        self._push = PushPolicy(push)
+        self._table = TransferTable(on_event, clock, options.progress_timeout_s, self._learn)
         self._parts = SenderParts(memory, self._table, options, connect, choose, clock)
         self._clock = clock
         self._lock = threading.Lock()
@@ -127,12 +130,33 @@ class KvSender:
     def _owed(self, job: SendJob) -> Owed:
         """Raises TransferFailed for layouts or types that cannot be bridged."""
         source = self._memory.layout
-        wire = wire_dtype(source, job.target, job.wire)
+        head_bytes = head_nbytes(source.head_dim, wire_dtype(source, job.target, job.wire))
         owed = _parts(source, self._memory.rank, job.target, job.target_rank)
+        if not owed or not job.tokens.length:
+            return Owed((), head_bytes, 0.0)
+        prompt = Prompt(
+            nbytes=job.tokens.length * sum(part.token_bytes(head_bytes) for part in owed),
+            layers=owed[0].layers.length,
+            tokens=job.tokens.length,
+        )
         num_ranks = _num_ranks(source, job.target, job.target_rank)
-        if not job.tokens.length:
-            owed = ()
-        return Owed(owed, head_nbytes(source.head_dim, wire), 0.0, num_ranks)
+        return Owed(owed, head_bytes, self._push.least_bytes(prompt), num_ranks)
+
+    def _learn(self, transfer: Transfer) -> None:
+        """A transfer went through: what it says about the rates."""
+        account, tokens = transfer.account, transfer.job.tokens
+        if not transfer.owed.parts or account.resends:
+            return
+        self._push.learn_pack(account.nbytes, account.busy_s)
+        self._push.learn_send(transfer.tail_nbytes, account.exposed_s)
+        if transfer.first_report is None or transfer.computed_s is None:
+            return
+        begun, begun_s = transfer.first_report
+        layers, seconds = transfer.owed.parts[0].layers, transfer.computed_s - begun_s
+        done = (begun.layers_end - layers.begin) * (begun.tokens_end - tokens.begin)
+        left = layers.length * tokens.length - max(0, done)
+        if left > 0 and seconds > 0:
+            self._push.learn_compute(tokens.length, left, seconds, transfer.overlapped_s)
 
     def _post(self, transfer: Transfer) -> None:
         peer = Peer(transfer.job.peer, transfer.job.target_rank)

@@ -180,7 +180,7 @@ class SenderSession:
         if transfer is None:
             return
         self._table.moved(transfer)
-        transfer.acked.add(ack.index)
+        transfer.ack(ack.index)
         if transfer.is_acked:
             self._succeed(transfer)
 
@@ -207,7 +207,8 @@ class SenderSession:
         if transfer is None:
             return
         if transfer.is_whole:
-            transfer.acked.update(range(len(transfer.slabs)))
+            for index in range(len(transfer.slabs)):
+                transfer.ack(index)
             self._succeed(transfer)
         else:
             self._table.fail(transfer, Reason.MISMATCH, "complete before all was sent")

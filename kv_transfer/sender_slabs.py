@@ -196,13 +196,17 @@ class GrantedSlabs:
         return True
 
     def _fill(self, held: GrantedSlab, ready: Ready) -> list[int]:
-        job, account, move = held.transfer.job, held.transfer.account, ready.move
+        transfer, move = held.transfer, ready.move
+        job, account = transfer.job, transfer.account
         form = Form(job.wire, self._digest)
         slab = self._outlet.slab(held.slab)[: move.nbytes]
         started_s = self._clock()
         digests = self._memory.pack(job.blocks, move, form, slab, ready.after)
-        account.busy_s += self._clock() - started_s
+        busy_s = self._clock() - started_s
+        account.busy_s += busy_s
         account.nbytes += move.nbytes
+        if transfer.computed_s is None:
+            transfer.overlapped_s += busy_s
         return digests
 
     def _depart(self, held: GrantedSlab) -> None:
