@@ -45,9 +45,9 @@ from kvferry.kv_transfer.transport import Channel
 from kvferry.kv_transfer.verdicts import Answer, Outcome, Source, Verdict
 from kvferry.kv_transfer.wants import Wants
 
-UNUSED_TIMEOUTS = 2.0
-"""Progress timeouts after which a grant that nobody uses must have been lost: by then its sender
-has asked again, and given up.
+UNUSED_TIMEOUTS = 3.0
+"""Progress timeouts after which a grant that nobody uses must have been lost: after one its sender
+asks again, after two it gives up.
 """
 
 

@@ -16,27 +16,29 @@ from kvferry.core.ids import AttemptKey, Incarnation, LeaseId, RequestId
 from kvferry.kv_transfer.endpoints import connect, listen
 from kvferry.kv_transfer.handshake import LinkOptions
 from kvferry.kv_transfer.jobs import BlockTable, ReceiveJob, SendJob
-from kvferry.kv_transfer.layout import KvLayout
+from kvferry.kv_transfer.layout import KvLayout, Span
 from kvferry.kv_transfer.memory import PagedKvMemory
-from kvferry.kv_transfer.plan import Span
 from kvferry.kv_transfer.receiver import KvReceiver
 from kvferry.kv_transfer.sender import KvSender
 
 torch.set_num_threads(1)
 
 SECRET = b"s" * 32
+RECEIVER = Incarnation(7)
 
 
 def make_options(secret: bytes = SECRET, **changes: Any) -> LinkOptions:
     """Small slabs and short timeouts."""
     values: dict[str, Any] = {
+        "incarnation": RECEIVER,
         "slab_bytes": 8192,
         "staging_bytes": 1 << 20,
         "progress_timeout_s": 2.0,
         "beat_s": 0.2,
         "silence_s": 2.0,
+        "expected_links": 32,
     }
-    return LinkOptions(secret=secret, incarnation=Incarnation(7), **(values | changes))
+    return LinkOptions(secret=secret, **(values | changes))
 
 
 def make_layout(block_size: int, **changes: Any) -> KvLayout:
@@ -120,8 +122,10 @@ class Pair:
 
     def send(self, lease: int = 1, request: int = 1, attempt: int = 1, **changes: Any) -> None:
         values: dict[str, Any] = {
+            "peer": RECEIVER,
+            "endpoints": self.receiver.endpoints,
             "target": self.target.layout,
-            "endpoint": self.receiver.endpoint,
+            "wire": self.target.layout.dtype,
             "tokens": self.tokens,
             "blocks": self.source.blocks,
             "chain_hash": b"h" * 16,
@@ -131,6 +135,7 @@ class Pair:
 
     def expect(self, lease: int = 1, request: int = 1, attempt: int = 1, **changes: Any) -> None:
         values: dict[str, Any] = {
+            "wire": self.target.layout.dtype,
             "tokens": self.tokens,
             "blocks": self.target.blocks,
             "deadline_s": time.monotonic() + 60,
@@ -171,7 +176,7 @@ class PairFactory:
         sent, received = Events(), Events()
         link_options = make_options(**options)
         receiver = KvReceiver(
-            wrap_target(target.memory), link_options, received, listen(self.transport)
+            wrap_target(target.memory), link_options, received, [listen(self.transport)]
         )
         sender = KvSender(
             wrap_source(source.memory),

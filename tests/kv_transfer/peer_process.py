@@ -23,20 +23,20 @@ from kvferry.core.ids import AttemptKey, Incarnation, LeaseId, RequestId
 from kvferry.kv_transfer.endpoints import listen
 from kvferry.kv_transfer.handshake import LinkOptions
 from kvferry.kv_transfer.jobs import BlockTable, ReceiveJob, SendJob
-from kvferry.kv_transfer.layout import KvLayout
+from kvferry.kv_transfer.layout import KvLayout, Span
 from kvferry.kv_transfer.memory import PagedKvMemory
-from kvferry.kv_transfer.plan import Span
 from kvferry.kv_transfer.receiver import KvReceiver
 from kvferry.kv_transfer.sender import KvSender
 
 TOKENS = Span(5, 400)
 NUM_LEASES = 2
+INCARNATION = Incarnation(1)
 
 
 def options() -> LinkOptions:
     return LinkOptions(
         secret=b"p" * 32,
-        incarnation=Incarnation(1),
+        incarnation=INCARNATION,
         slab_bytes=16384,
         staging_bytes=1 << 20,
         beat_s=0.2,
@@ -69,9 +69,11 @@ def key(lease: int) -> AttemptKey:
 def send_job(memory: Any, blocks: BlockTable, endpoint: str, lease: int) -> SendJob:
     return SendJob(
         key=key(lease),
-        endpoint=endpoint,
+        peer=INCARNATION,
+        endpoints=(endpoint,),
         lease=LeaseId(lease),
         target=memory.layout,
+        wire="float32",
         tokens=TOKENS,
         blocks=blocks,
     )
@@ -80,7 +82,12 @@ def send_job(memory: Any, blocks: BlockTable, endpoint: str, lease: int) -> Send
 def receive_job(blocks: BlockTable, lease: int, seconds: float) -> ReceiveJob:
     deadline_s = time.monotonic() + seconds
     return ReceiveJob(
-        key=key(lease), lease=LeaseId(lease), tokens=TOKENS, blocks=blocks, deadline_s=deadline_s
+        key=key(lease),
+        lease=LeaseId(lease),
+        wire="float32",
+        tokens=TOKENS,
+        blocks=blocks,
+        deadline_s=deadline_s,
     )
 
 
@@ -90,6 +97,7 @@ class StoppingMemory:
     def __init__(self, memory: PagedKvMemory, stop_at: int) -> None:
         self._memory, self._left = memory, stop_at
         self.layout, self.is_fresh = memory.layout, memory.is_fresh
+        self.rank, self.digests = memory.rank, memory.digests
 
     def pack(self, *arguments: Any) -> list[int]:
         self._count()
@@ -117,10 +125,10 @@ def main(role: str, endpoint: str, stop_at: int) -> None:
             sender.send(send_job(memory, blocks, endpoint, lease))
         peer: Any = sender
     else:
-        receiver = KvReceiver(stopping, options(), events.put, listen("shm"))
+        receiver = KvReceiver(stopping, options(), events.put, [listen("shm")])
         for lease in range(1, NUM_LEASES + 1):
             receiver.expect(receive_job(blocks, lease, 60.0))
-        print(receiver.endpoint, flush=True)
+        print(receiver.endpoints[0], flush=True)
         peer = receiver
     for _ in range(NUM_LEASES):
         print(type(events.get(timeout=60.0)).__name__, flush=True)

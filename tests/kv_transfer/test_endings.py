@@ -16,7 +16,7 @@ from kvferry.kv_transfer.jobs import (
     SendDone,
     SendFailed,
 )
-from kvferry.kv_transfer.plan import Span
+from kvferry.kv_transfer.layout import Span
 
 WAIT_S = 20.0
 
@@ -44,6 +44,7 @@ class GatedMemory:
     def __init__(self, memory: Any, gate: Gate) -> None:
         self._memory, self._gate = memory, gate
         self.layout, self.is_fresh = memory.layout, memory.is_fresh
+        self.rank, self.digests = memory.rank, memory.digests
 
     def pack(self, *arguments: Any) -> list[int]:
         self._gate.stop_here()

@@ -25,7 +25,7 @@ from kvferry.kv_transfer.messages import (
     decode_to_receiver,
     decode_to_sender,
 )
-from kvferry.kv_transfer.plan import Span
+from kvferry.kv_transfer.layout import Span
 from kvferry.kv_transfer.receiver import KvReceiver
 
 pytestmark = pytest.mark.slow
@@ -41,11 +41,12 @@ class TamperedChannel:
         self._channel = channel
         self._outgoing, self._incoming = outgoing, incoming
         self.wake, self.close = channel.wake, channel.close
-        self.staging: Any = None
+        self.transport = channel.transport
+        self.outlet: Any = None
 
-    def accept_staging(self, *arguments: Any) -> Any:
-        self.staging = self._channel.accept_staging(*arguments)
-        return self.staging
+    def open_outlet(self, *arguments: Any) -> Any:
+        self.outlet = self._channel.open_outlet(*arguments)
+        return self.outlet
 
     def send(self, frame: bytes, timeout_s: float) -> None:
         for _ in range(self._outgoing(self, decode_to_receiver(frame))):
@@ -82,7 +83,7 @@ def tampered(outgoing: Tamper = clean, incoming: Tamper = clean) -> Callable[[An
 
 def flip(channel: TamperedChannel, message: Header) -> int:
     """Damage the slab after its digest was taken."""
-    channel.staging.slab(message.slab)[message.header.nbytes // 2] ^= 0x10
+    channel.outlet.slab(message.slab)[message.header.nbytes // 2] ^= 0x10
     return 1
 
 
@@ -209,7 +210,7 @@ class Giveaway:
 
     def __init__(self, memory: Any, generations: Any, when: str) -> None:
         self._memory, self._generations, self._when = memory, generations, when
-        self.layout = memory.layout
+        self.layout, self.rank, self.digests = memory.layout, memory.rank, memory.digests
 
     def is_fresh(self, *arguments: Any) -> bool:
         return self._memory.is_fresh(*arguments)
@@ -298,15 +299,21 @@ def test_a_deadline_needs_no_traffic(make_pair) -> None:
     assert_works(pair, lease=2, attempt=2)
 
 
-@pytest.mark.parametrize("where", ["announced", "unannounced"])
-def test_layouts_that_cannot_be_bridged_fail_the_attempt(make_pair, where: str) -> None:
-    """The target's layout is checked against the job and, should the job be wrong, by the lease."""
+def test_layouts_that_cannot_be_bridged_fail_before_a_link_is_opened(make_pair) -> None:
     pair = make_pair(target_layout={"num_layers": 4})
     pair.expect()
-    pair.send(**({} if where == "announced" else {"target": pair.source.layout}))
+    pair.send()
     event = pair.sent.next()
     assert (type(event), event.reason) == (SendFailed, Reason.MISMATCH)
-    assert isinstance(pair.received.next(), ReceiveFailed)
+    assert pair.sender.num_links == 0
+    pair.received.assert_none()
+
+
+def test_a_layout_that_was_announced_wrongly_is_found_by_the_lease(make_pair) -> None:
+    pair = make_pair(target_layout={"num_layers": 4})
+    pair.expect()
+    pair.send(target=pair.source.layout)
+    assert_both_failed(pair, Reason.MISMATCH, Reason.MISMATCH)
 
 
 def test_other_content_than_expected_is_refused(make_pair) -> None:
@@ -320,13 +327,13 @@ def test_a_receiver_that_left_is_forgotten_and_its_successor_found(make_pair) ->
     """B006."""
     pair = make_pair()
     assert_works(pair)
-    gone = pair.receiver.endpoint
+    gone = pair.receiver.endpoints
     pair.receiver.close()
-    pair.send(lease=2, attempt=2, endpoint=gone)
+    pair.send(lease=2, attempt=2, endpoints=gone)
     event = pair.sent.next()
     assert (type(event), event.reason) == (SendFailed, Reason.REFUSED)
     pair.receiver = KvReceiver(
-        pair.target.memory, pair.options, pair.received, listen(gone.partition(":")[0])
+        pair.target.memory, pair.options, pair.received, [listen(gone[0].partition(":")[0])]
     )
     assert_works(pair, lease=3, attempt=3)
     assert pair.sender.num_links == 1
