@@ -174,7 +174,7 @@ def _row(system: str, requests: Sequence[Request]) -> dict[str, Scalar]:
         "1st gap ms": statistics.median(request.gap_s * 1e3 for request in requests),
         "ITL ms": statistics.median(t * 1e3 for r in requests for t in r.latencies_s),
         "transfer bytes": round(statistics.median(t.transfer_bytes for t in timelines)),
-        "GB/s": statistics.median(t.transfer_gb_per_s for t in timelines),
+        "GB/s": statistics.median(t.scatter_gb_per_s for t in timelines),
         "transfer ms": statistics.median(t.transfer_wall_s * 1e3 for t in timelines),
         "exposed ms": statistics.median(t.transfer_exposed_s * 1e3 for t in timelines),
         "n": len(requests),

@@ -16,11 +16,10 @@ import torch
 
 from kvferry.bench.local_worker import LocalWorker, colocated_config, sequence_spec
 from kvferry.bench.stats import interquartile
-from kvferry.cache.hashing import root_hash
 from kvferry.cache.paged import PagedKV
-from kvferry.engine.backend import Backend
+from kvferry.engine.backend import Backend, ModelIdentity
 from kvferry.engine.fake_runner import FastFakeRunner
-from kvferry.engine.plan import StepPlan, StepResult
+from kvferry.engine.plan import LayerDone, StepPlan, StepResult
 from kvferry.engine.step_tensors import StepTensors
 from kvferry.proto import worker_pb2 as pb
 
@@ -91,7 +90,7 @@ class TensorOnlyRunner:
         self.sequences = 0
         """Sequences in all steps so far."""
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: StepPlan, layer_done: LayerDone | None = None) -> StepResult:
         StepTensors.build(plan, BLOCK_SIZE, "cpu")
         self.sequences += len(plan.query_lens)
         return self._fake.execute(plan)
@@ -165,5 +164,5 @@ def _backend(sizes: LoopSizes, runner: TensorOnlyRunner) -> Backend:
         num_blocks=(sizes.live + 1) * -(-max_model_len // BLOCK_SIZE),
         dtype=torch.float32,
     )
-    root = root_hash(1, b"no model", "", "float32", "float32")
-    return Backend(runner, kv, max_model_len, (NEVER + 1,), root)
+    identity = ModelIdentity(1, b"no model", b"", "float32")
+    return Backend(runner, kv, max_model_len, (NEVER + 1,), identity)

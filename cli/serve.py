@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +11,9 @@ import typer
 
 from kvferry.cli.console import Stages, stderr
 from kvferry.cli.lifetime import Serving, serve_until_stopped
+from kvferry.cli.links import link_table
 from kvferry.core.config import Config, load_config
+from kvferry.proto.kvferry_pb2 import LinkStatus
 
 File = Annotated[
     Path | None, typer.Argument(metavar="CONFIG.yaml", help="Options override its values.")
@@ -121,7 +124,10 @@ async def run_server(config: Config) -> None:
             stages.finish()
             print(ready_line(config, serving), flush=True)
 
-        await serve_until_stopped(System(config, report=stages), ready, stages)
+        def measured(links: Sequence[LinkStatus]) -> None:
+            stderr().print(link_table(links))
+
+        await serve_until_stopped(System(config, stages, measured), ready, stages)
 
 
 def ready_line(config: Config, serving: Serving) -> str:

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from kvferry.cli.console import stdout
 from kvferry.cli.generate import DEFAULT_TARGET, Target
+from kvferry.cli.links import link_table
 from kvferry.proto import kvferry_pb2 as pb
 
 BLOCK_STATES = ("free", "reserved", "in_use", "cached", "fenced")
@@ -52,6 +53,8 @@ def print_status(answer: pb.StatusResponse) -> None:
     line = f"{answer.model}: {state}; {answer.queued} queued, {answer.running} running"
     console.print(line, markup=False)
     console.print(status_table(answer))
+    if answer.links:
+        console.print(link_table(answer.links))
     for worker in answer.workers:
         if worker.reason:
             console.print(f"{worker.worker_id}: {worker.reason}", markup=False)

@@ -47,8 +47,15 @@ def _rows(timeline: Timeline) -> list[tuple[str, float, str]]:
 
 def _transfer(timeline: Timeline) -> str:
     if not timeline.transfer_bytes:
-        return "none: one worker did both"
-    return (
-        f"{format_bytes(timeline.transfer_bytes)} at {timeline.transfer_gb_per_s:.2f} GB/s, "
-        f"exposed {timeline.transfer_exposed_s * 1e3:,.1f} ms"
-    )
+        # Either nothing had to move, or the decode worker held all of it.
+        return "none"
+    parts = [f"{format_bytes(timeline.transfer_bytes)} over {timeline.transfer_transport}"]
+    if timeline.transfer_packed_bytes:
+        parts.append(f"packed at {timeline.pack_gb_per_s:.2f} GB/s")
+    parts.append(f"scattered at {timeline.scatter_gb_per_s:.2f} GB/s")
+    if timeline.transfer_credit_s >= 0.5e-3:
+        parts.append(f"waited {timeline.transfer_credit_s * 1e3:,.1f} ms for memory")
+    if timeline.transfer_resends:
+        parts.append(f"{timeline.transfer_resends} slabs resent")
+    parts.append(f"exposed {timeline.transfer_exposed_s * 1e3:,.1f} ms")
+    return ", ".join(parts)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -26,6 +26,7 @@ from kvferry.core.errors import StartupError
 from kvferry.models.load import prepare
 from kvferry.models.spec import read_spec
 from kvferry.models.tokenizer import Tokenizer
+from kvferry.proto.kvferry_pb2 import LinkStatus
 from kvferry.router.channel import GrpcDial
 from kvferry.router.router import Router, WorkerAddress
 from kvferry.router.server import ApiServer
@@ -34,14 +35,21 @@ from kvferry.router.workers import Role
 
 class System:
     """Router, prefill pool and decode pool. ``report`` is told each stage of start-up and
-    repair.
+    repair; ``measured`` once what the ways of KV between the workers carry, some time after
+    requests are served.
     """
 
-    def __init__(self, config: Config, report: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        report: Callable[[str], None],
+        measured: Callable[[Sequence[LinkStatus]], None] = lambda links: None,
+    ) -> None:
         self.grpc_address = ""
         self.http_address = ""
         self._config = config
         self._report = report
+        self._measured = measured
         self._secret = secrets.token_hex(32)
         self._stack = contextlib.AsyncExitStack()
         self._folder = Path()
@@ -94,7 +102,9 @@ class System:
         await self._connected(router)
         supervisor = Supervisor(workers, self._restart, router.replace, self._report)
         self._supervising = asyncio.create_task(supervisor.run())
-        stack.push_async_callback(self._stop_supervising)
+        stack.push_async_callback(_cancelled, self._supervising)
+        measuring = asyncio.create_task(self._tell_links(router))
+        stack.push_async_callback(_cancelled, measuring)
 
     def _handles(self, group: PlacementGroup) -> list[WorkerHandle]:
         config = self._config
@@ -126,11 +136,17 @@ class System:
                 f"the workers are up, but no request can be served: {error}"
             ) from None
 
-    async def _stop_supervising(self) -> None:
-        assert self._supervising is not None
-        self._supervising.cancel()
-        await asyncio.gather(self._supervising, return_exceptions=True)
+    async def _tell_links(self, router: Router) -> None:
+        links = await router.wait_links(self._config.cluster.start_timeout_s)
+        if links:
+            self._measured(links)
 
     async def _stop_all(self, workers: list[WorkerHandle]) -> None:
         limit = self._config.cluster.stop_timeout_s
         await asyncio.gather(*(worker.stop(limit) for worker in workers))
+
+
+async def _cancelled(task: asyncio.Task[None]) -> None:
+    """Cancel a task and wait for its end."""
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

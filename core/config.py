@@ -38,6 +38,13 @@ Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Address = Annotated[str, AfterValidator(_checked_address)]
 
 DTYPE_BYTES: dict[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+HOLDS: dict[str, frozenset[str]] = {
+    "float64": frozenset(DTYPE_BYTES),
+    "float32": frozenset({"float32", "bfloat16", "float16"}),
+}
+"""Element types of which another one holds every value; of the rest each holds its own alone."""
+UNAUTHENTICATED = ("gloo", "nccl")
+ON_DEVICE = ("nccl", "cuda_ipc")
 EMBEDDED_MODEL = "smollm2-135m-instruct"
 
 
@@ -78,6 +85,9 @@ class PoolConfig(Section):
     tp: int = Field(1, ge=1, description="Tensor-parallel degree of each worker.")
     block_size: int = Field(16, ge=1, le=1024, description="Tokens per KV block.")
     kv_memory: Bytes = Field(parse_bytes("512MiB"), description="KV cache per worker.")
+    kv_dtype: Dtype | None = Field(
+        None, description="Element type of this pool's KV cache; default: model.kv_dtype."
+    )
     threads: int = Field(1, ge=1, description="CPU threads per worker for tensor work.")
     max_batch_tokens: int = Field(
         512, ge=1, description="Tokens computed per step at most; the prefill chunk."
@@ -205,9 +215,45 @@ class Config(Section):
             raise ValueError(
                 f"cluster.device: {self.cluster.device} is not supported by this version; set cpu"
             )
-        if self.transfer.slab > self.transfer.staging:
-            raise ValueError("transfer.slab: must not be larger than transfer.staging")
+        self._check_transfer()
         return self
+
+    def _check_transfer(self) -> None:
+        transfer = self.transfer
+        if transfer.slab > transfer.staging:
+            raise ValueError("transfer.slab: must not be larger than transfer.staging")
+        if transfer.transport in UNAUTHENTICATED and not transfer.trusted_network:
+            raise ValueError(
+                f"transfer.transport: {transfer.transport} takes KV from whoever connects to it; "
+                "set transfer.trusted_network: true where nobody else can, or choose tcp"
+            )
+        if transfer.transport in ON_DEVICE and self.cluster.device == "cpu":
+            raise ValueError(
+                f"transfer.transport: {transfer.transport} moves KV between GPUs; "
+                "with cluster.device: cpu choose shm, tcp or auto"
+            )
+
+    def kv_dtype(self, pool: PoolConfig) -> str:
+        """Element type of the KV caches of a pool."""
+        return pool.kv_dtype or self.model.kv_dtype or self.model.dtype
+
+    @property
+    def kv_wire(self) -> str:
+        """Element type of KV on its way into the decode pool's caches."""
+        own = self.kv_dtype(self.decode)
+        if self.decode.role == "both":
+            return own
+        # Of two equally narrow ones the prefill pool's: a value is then rounded once.
+        narrower = min(self.kv_dtype(self.prefill), own, key=DTYPE_BYTES.__getitem__)
+        return self.transfer.wire_dtype or narrower
+
+
+def kv_flavour(dtype: str, wire: str) -> str:
+    """How exact the KV in a cache of ``dtype`` is that arrives as ``wire``: what tells its block
+    hashes from those of another cache of the same tokens.
+    """
+    exact = dtype in HOLDS.get(wire, (wire,))
+    return dtype if exact else f"{dtype} by way of {wire}"
 
 
 def parse_config(values: dict[str, Any]) -> Config:

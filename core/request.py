@@ -59,9 +59,13 @@ class Timeline:
     prefill_s: float = 0.0
     """From the start of the first chunk to the first token."""
     transfer_bytes: int = 0
-    transfer_busy_s: float = 0.0
-    """Sum of pack and scatter time of the slabs: bytes / busy is the true rate of the KV plane."""
+    """KV that was scattered on the decode worker, resends included."""
+    transfer_scatter_s: float = 0.0
+    """What that took: bytes / seconds is the rate of the scatters."""
     transfer_wall_s: float = 0.0
+    """On the decode worker, from the first offer to the last scatter. With layer-wise push it runs
+    beside the prompt's computation.
+    """
     transfer_exposed_s: float = 0.0
     """Part of the transfer that nothing hid: from the first token known to decode ready."""
     ttft_s: float = 0.0
@@ -74,6 +78,18 @@ class Timeline:
     attempts: int = 0
     prefill_worker: str = ""
     decode_worker: str = ""
+    transfer_transport: str = ""
+    """How KV moved; empty: it did not."""
+    transfer_packed_bytes: int = 0
+    """KV that was packed on the prefill worker, resends included, as far as that said so before the
+    last token.
+    """
+    transfer_pack_s: float = 0.0
+    transfer_wire_s: float = 0.0
+    """Bytes in flight, summed over slabs."""
+    transfer_credit_s: float = 0.0
+    """Bytes were ready, and the decode worker had no memory for them yet."""
+    transfer_resends: int = 0
 
     @property
     def tpot_s(self) -> float:
@@ -81,8 +97,14 @@ class Timeline:
         return self.decode_s / (self.output_tokens - 1) if self.output_tokens > 1 else 0.0
 
     @property
-    def transfer_gb_per_s(self) -> float:
-        return self.transfer_bytes / self.transfer_busy_s / 1e9 if self.transfer_busy_s else 0.0
+    def scatter_gb_per_s(self) -> float:
+        seconds = self.transfer_scatter_s
+        return self.transfer_bytes / seconds / 1e9 if seconds else 0.0
+
+    @property
+    def pack_gb_per_s(self) -> float:
+        seconds = self.transfer_pack_s
+        return self.transfer_packed_bytes / seconds / 1e9 if seconds else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

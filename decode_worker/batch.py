@@ -72,8 +72,8 @@ class DecodeBatch:
             prompts = [seq for seq in prompts if not self._gate.holds(seq.state, seq.key)]
         suspect = self._stepper.next_suspect()
         if suspect is not None:
-            decoding = [seq for seq in decoding if seq is suspect]
-            prompts = [seq for seq in prompts if seq is suspect]
+            decoding = [seq for seq in decoding if seq is suspect[0]]
+            prompts = [seq for seq in prompts if seq is suspect[0]]
         decoding = decoding[: self._max_seqs]
         counts = share_budget(
             len(decoding), map(self._remaining, prompts), self._max_tokens, self._max_seqs

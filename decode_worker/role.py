@@ -16,7 +16,8 @@ With role ``both`` the router sends Prefill here as well: same life, no transfer
 from __future__ import annotations
 
 import itertools
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
@@ -26,13 +27,15 @@ from kvferry.decode_worker.admission import Ledger
 from kvferry.decode_worker.batch import DecodeBatch
 from kvferry.engine.emit import emit_tokens
 from kvferry.engine.first_token import FirstToken, report_first_token
+from kvferry.engine.loop import TransferCounts
 from kvferry.engine.plan import StepPlan, StepResult
 from kvferry.engine.ports import Gate, RouterPort, key_message, send_failed
-from kvferry.engine.sequences import Received, Sequences, State, WorkerSequence
+from kvferry.engine.sequences import Sequences, State, WorkerSequence
 from kvferry.engine.specs import spec_fault
-from kvferry.kv_transfer.jobs import ReceiveClosed, ReceiveDone, ReceiveFailed, ReceiveJob
-from kvferry.kv_transfer.plan import Span
-from kvferry.kv_transfer.wire import block_table
+from kvferry.kv_transfer.counters import Tally
+from kvferry.kv_transfer.jobs import Reason, ReceiveClosed, ReceiveDone, ReceiveFailed, ReceiveJob
+from kvferry.kv_transfer.layout import Span
+from kvferry.kv_transfer.wire import account_message, block_table, ending_of, failure_text
 from kvferry.proto import worker_pb2 as pb
 
 
@@ -41,7 +44,15 @@ class Receiver(Protocol):
 
     def expect(self, job: ReceiveJob) -> None: ...
 
+    def renew(self, lease: LeaseId, deadline_s: float) -> None: ...
+
     def release(self, lease: LeaseId) -> None: ...
+
+    @property
+    def counters(self) -> Mapping[Reason, int]: ...
+
+    @property
+    def tallies(self) -> Mapping[Tally, int]: ...
 
 
 class DecodeRole:
@@ -55,7 +66,9 @@ class DecodeRole:
         receiver: Receiver,
         gate: Gate,
         reserve_queue: int,
+        wire: str,
     ) -> None:
+        """``wire``: element type that KV from outside has on its way."""
         self.sequences = sequences
         self.ports: dict[Incarnation, RouterPort] = {}
         self._ledger = ledger
@@ -63,6 +76,9 @@ class DecodeRole:
         self._receiver = receiver
         self._gate = gate
         self._reserve_queue = reserve_queue
+        self._wire = wire
+        self.endings: Counter[str] = Counter()
+        """Leases so far, by how they ended."""
         self._waiting: deque[WorkerSequence] = deque()
         self._leases = itertools.count(1)
 
@@ -77,18 +93,18 @@ class DecodeRole:
 
     def transferred(self, event: object) -> None:
         assert isinstance(event, ReceiveDone | ReceiveFailed | ReceiveClosed), event
+        self.endings[ending_of(event)] += 1
         self.sequences.pool.lift(event.key)
         seq = self.sequences.get(event.key)
         if seq is None or seq.lease != event.lease:
             return  # it was ended while the transfer ran
         if isinstance(event, ReceiveDone):
-            seq.received = Received(event.nbytes, event.busy_s, event.wall_s)
+            seq.received = account_message(event.account)
             self._verified(seq)
             self._begin(seq)
         else:
             self.sequences.close(seq)
-            reason = event.reason if isinstance(event, ReceiveFailed) else "closed"
-            send_failed(seq.port, seq.key, "transfer", reason)
+            send_failed(seq.port, seq.key, "transfer", failure_text(event))
 
     def plan(self) -> StepPlan | None:
         self._admit()
@@ -101,6 +117,9 @@ class DecodeRole:
                 preempted = pb.Preempted(key=key_message(seq.key))
                 seq.port.send(pb.WorkerMessage(preempted=preempted))
         return self._batch.plan()
+
+    def layer_listener(self) -> None:
+        """What is computed here stays here."""
 
     def commit(self, result: StepResult) -> None:
         tokens, firsts = self._batch.commit(result)
@@ -122,6 +141,11 @@ class DecodeRole:
     def fail_step(self, error: Exception) -> None:
         self._fail(self._batch.failed(), str(error))
 
+    def renewed(self, seqs: list[WorkerSequence]) -> None:
+        for seq in seqs:
+            if seq.state is State.RESERVED and not seq.verified:
+                self._receiver.renew(seq.lease, seq.ends_s)
+
     def end(self, seq: WorkerSequence) -> None:
         match seq.state:
             case State.WAITING:
@@ -140,6 +164,11 @@ class DecodeRole:
     def counts(self) -> tuple[int, int, int]:
         running = len(self._batch.running) + len(self._batch.prompts)
         return running, len(self._waiting), self._batch.waiting_tokens
+
+    def transfer_counts(self) -> TransferCounts:
+        dropped = {str(reason): count for reason, count in self._receiver.counters.items()}
+        events = {str(what): count for what, count in self._receiver.tallies.items()}
+        return {"dropped": dropped, "endings": dict(self.endings), "link_events": events}
 
     def _fail(self, seqs: list[WorkerSequence], message: str) -> None:
         for seq in seqs:
@@ -206,9 +235,10 @@ class DecodeRole:
         return ReceiveJob(
             key=seq.key,
             lease=seq.lease,
+            wire=self._wire,
             tokens=Span(seq.cached_tokens, seq.length),
             blocks=block_table(self.sequences.pool, seq.blocks),
-            deadline_s=seq.deadline_s,
+            deadline_s=seq.ends_s,
             chain_hash=seq.hashes[-1] if seq.hashes else self.sequences.root,
         )
 
@@ -243,9 +273,7 @@ class DecodeRole:
         self._batch.running.append(seq)
         ready = pb.DecodeReady(
             key=key_message(seq.key),
-            transfer_bytes=seq.received.nbytes,
-            transfer_busy_s=seq.received.busy_s,
-            transfer_wall_s=seq.received.wall_s,
+            account=seq.received,
             exposed_s=self.sequences.clock() - seq.started_s,
         )
         seq.port.send(pb.WorkerMessage(decode_ready=ready))

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from kvferry.core.config import Config
+from kvferry.core.config import Config, kv_flavour
 from kvferry.core.ids import Incarnation
 from kvferry.decode_worker.admission import Ledger
 from kvferry.decode_worker.batch import DecodeBatch
@@ -17,10 +17,15 @@ from kvferry.engine.loop import StepLoop
 from kvferry.engine.ports import Gate, OpenGate
 from kvferry.engine.session import SessionServer
 from kvferry.engine.wiring import build_parts, session_settings, worker_hello
-from kvferry.kv_transfer.endpoints import listen
 from kvferry.kv_transfer.memory import PagedKvMemory
 from kvferry.kv_transfer.receiver import KvReceiver
-from kvferry.kv_transfer.wire import layout_message, layout_of, link_options
+from kvferry.kv_transfer.wire import (
+    endpoint_messages,
+    layout_message,
+    layout_of,
+    link_options,
+    listeners,
+)
 
 
 class DecodeWorker:
@@ -38,20 +43,23 @@ class DecodeWorker:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         pool = config.decode
-        parts = build_parts(backend, pool, config.transfer.lease_s, clock)
         layout = layout_of(backend.kv)
-        self.hello = worker_hello(worker_id, pool.role, backend, pool)
+        wire = config.kv_wire
+        root = backend.identity.root(kv_flavour(layout.dtype, wire))
+        parts = build_parts(backend, pool, root, config.transfer.lease_s, clock)
+        self.hello = worker_hello(worker_id, pool.role, backend, pool, root)
         self.hello.layout.CopyFrom(layout_message(layout))
+        self.hello.kv_wire = wire
         incarnation = Incarnation(self.hello.incarnation)
         memory = PagedKvMemory(backend.kv.slots, layout, parts.pool.generations)
         self.receiver = KvReceiver(
             memory,
             link_options(config, secret, incarnation),
             lambda event: self.loop.post(event),
-            listen("loopback" if config.transfer.transport == "loopback" else "shm"),
+            listeners(config, pool.host),
             clock,
         )
-        self.hello.kv_endpoint = self.receiver.endpoint
+        self.hello.kv_endpoints.extend(endpoint_messages([self.receiver.endpoints]))
         gate = gate or OpenGate()
         batch = DecodeBatch(
             parts.sequences, parts.stepper, gate, pool.max_batch_tokens, pool.max_batch_seqs
@@ -63,7 +71,7 @@ class DecodeWorker:
             growth_tokens=pool.growth_tokens,
         )
         self.role = DecodeRole(
-            parts.sequences, ledger, batch, self.receiver, gate, pool.reserve_queue
+            parts.sequences, ledger, batch, self.receiver, gate, pool.reserve_queue, wire
         )
         self.loop = StepLoop(self.role, backend.runner, clock)
         server = SessionServer(self.loop, self.hello, session_settings(config, pool, secret))

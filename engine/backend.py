@@ -4,9 +4,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvferry.cache.hashing import root_hash
 from kvferry.cache.paged import PagedKV
 from kvferry.core.ids import BlockHash
 from kvferry.engine.plan import Runner
+
+
+@dataclass(frozen=True, slots=True)
+class ModelIdentity:
+    """What workers must agree on for the KV of one to mean anything to another."""
+
+    hash_scheme: int
+    """Version of the block hash chain."""
+    weights: bytes
+    """Digest of weights and configuration."""
+    tokenizer: bytes
+    dtype: str
+    """Element type of the computation."""
+
+    def root(self, kv_flavour: str) -> BlockHash:
+        """Root of the block hash chain of a cache: see ``core.config.kv_flavour``."""
+        return root_hash(self.hash_scheme, self.weights, "", self.dtype, kv_flavour)
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +35,6 @@ class Backend:
     kv: PagedKV
     max_model_len: int
     eos_token_ids: tuple[int, ...]
-    root: BlockHash
-    """Root of the block hash chain."""
+    identity: ModelIdentity
     vocab_size: int = 2**31 - 1
     """Token ids that the model knows are below it."""

@@ -17,13 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.cache.paged import PagedKV
-from kvferry.engine.plan import LogitEdits, RowLogprobs, StepPlan, StepResult
+from kvferry.engine.plan import LayerDone, LogitEdits, RowLogprobs, StepPlan, StepResult
 
 FAKE_HEAD_DIM = 4
 FORCING_BIAS = 100.0
 """A logit bias this large forces its token, and its negative bans it."""
 
 Hook = Callable[[StepPlan], None]
+LayerHook = Callable[[StepPlan, int], None]
 
 
 class WrongKV(AssertionError):
@@ -54,8 +55,9 @@ class FakeRunner:
 
     The cache is float32 or float64, so that token ids are exact.
 
-    ``before_execute`` runs before anything is read, ``delay`` after the KV is written and before
-    the result returns. Raises WrongKV.
+    KV is written layer by layer, so that whoever reads a layer too early reads what was there
+    before. ``before_execute`` runs before anything is read, ``before_layer`` before each layer is
+    written, ``delay`` after all are and before the result returns. Raises WrongKV.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class FakeRunner:
         vocab_size: int,
         *,
         before_execute: Hook | None = None,
+        before_layer: LayerHook | None = None,
         delay: Hook | None = None,
     ) -> None:
         if kv.head_dim != FAKE_HEAD_DIM:
@@ -73,18 +76,22 @@ class FakeRunner:
         self._slots: NDArray[Any] = kv.slots.numpy()
         self._vocab_size = vocab_size
         self._before_execute = before_execute
+        self._before_layer = before_layer
         self._delay = delay
         self.num_steps = 0
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: StepPlan, layer_done: LayerDone | None = None) -> StepResult:
         if self._before_execute is not None:
             self._before_execute(plan)
         contexts, writes = self._slots_of(plan)
         self._check_no_overlap(contexts, writes)
         known = [self._read(i, slots) for i, slots in enumerate(contexts)]
         new = np.split(plan.token_ids, np.cumsum(plan.query_lens)[:-1])
-        for slots, tokens, context in zip(writes, new, plan.context_lens, strict=True):
-            self._slots[:, :, slots] = self._encode(tokens, int(context))
+        spelled = [
+            self._encode(tokens, int(context))
+            for tokens, context in zip(new, plan.context_lens, strict=True)
+        ]
+        self._write(plan, writes, spelled, layer_done or _nobody)
         result = StepResult(token_ids=np.zeros(len(plan.sampled), dtype=np.int64))
         for row, seq in enumerate(plan.sampled):
             self._sample(plan, row, np.concatenate([known[seq], new[seq]]), result)
@@ -92,6 +99,21 @@ class FakeRunner:
         if self._delay is not None:
             self._delay(plan)
         return result
+
+    def _write(
+        self,
+        plan: StepPlan,
+        slots: list[NDArray[np.int64]],
+        spelled: list[NDArray[Any]],
+        layer_done: LayerDone,
+    ) -> None:
+        layer_done(0, None)
+        for layer in range(self._kv.num_layers):
+            if self._before_layer is not None:
+                self._before_layer(plan, layer)
+            for where, what in zip(slots, spelled, strict=True):
+                self._slots[layer][:, where] = what[layer]
+            layer_done(layer + 1, None)
 
     def check_context(self, block_table: Sequence[int], tokens: Sequence[int]) -> None:
         """Raise WrongKV unless the cache holds exactly ``tokens`` under ``block_table``."""
@@ -172,9 +194,13 @@ class FastFakeRunner:
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: StepPlan, layer_done: LayerDone | None = None) -> StepResult:
         rows = np.arange(plan.step, plan.step + len(plan.sampled), dtype=np.int64)
         return StepResult(token_ids=rows % self._vocab_size)
+
+
+def _nobody(layers: int, event: object) -> None:
+    """Nobody wants to know which layers are done."""
 
 
 def _edited(token: int, edits: LogitEdits | None, vocab_size: int) -> int:

@@ -7,19 +7,17 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from kvferry.cache.hashing import root_hash
+from kvferry.cache.hashing import SCHEME_VERSION
 from kvferry.cache.paged import MIN_BLOCKS, PagedKV, block_nbytes, num_blocks_for
 from kvferry.core.config import ModelConfig, PoolConfig
 from kvferry.core.errors import ConfigError
 from kvferry.core.units import format_bytes
-from kvferry.engine.backend import Backend
+from kvferry.engine.backend import Backend, ModelIdentity
 from kvferry.engine.plan import Runner, SamplingRows, StepPlan
 from kvferry.engine.runner import ModelRunner
-from kvferry.models.identity import weights_digest
+from kvferry.models.identity import tokenizer_digest, weights_digest
 from kvferry.models.load import load_model
 from kvferry.models.spec import ModelSpec, read_spec
-
-HASH_SCHEME = 1
 
 
 def load_backend(
@@ -32,18 +30,19 @@ def load_backend(
     """
     torch.set_num_threads(pool.threads)
     spec = read_spec(folder, model.max_model_len)
-    kv = allocate_kv(spec, getattr(torch, model.kv_dtype or model.dtype), pool, pool_name)
+    kv_dtype = pool.kv_dtype or model.kv_dtype or model.dtype
+    kv = allocate_kv(spec, getattr(torch, kv_dtype), pool, pool_name)
     runner = ModelRunner(
         load_model(folder, getattr(torch, model.dtype), model.max_model_len), kv, vocab_size
     )
     _warm_up(runner)
-    flavour = str(kv.dtype).removeprefix("torch.")
+    digests = weights_digest(folder), tokenizer_digest(folder)
     return Backend(
         runner=runner,
         kv=kv,
         max_model_len=spec.max_model_len,
         eos_token_ids=spec.eos_token_ids,
-        root=root_hash(HASH_SCHEME, weights_digest(folder), "", model.dtype, flavour),
+        identity=ModelIdentity(SCHEME_VERSION, *digests, model.dtype),
         vocab_size=spec.vocab_size,
     )
 

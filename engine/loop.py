@@ -12,11 +12,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Protocol, TypedDict
 
 from kvferry.core.ids import AttemptKey, Incarnation, RequestId
-from kvferry.engine.plan import Runner, StepPlan, StepResult
+from kvferry.engine.plan import LayerDone, Runner, StepPlan, StepResult
 from kvferry.engine.ports import FromRouter, RouterPort, SessionClosed, SessionOpened, send_failed
 from kvferry.engine.sequences import Sequences, WorkerSequence
 from kvferry.proto import worker_pb2 as pb
@@ -25,6 +25,16 @@ log = logging.getLogger(__name__)
 
 SNAPSHOT_HASHES = 8192
 """Hashes per piece of a cache snapshot: 16 bytes each and a little framing, under 256 KiB."""
+
+
+class TransferCounts(TypedDict):
+    """Counts since the start, by reason."""
+
+    dropped: Mapping[str, int]
+    """Offers and slabs."""
+    endings: Mapping[str, int]
+    """Leases and transfers."""
+    link_events: Mapping[str, int]
 
 
 class Role(Protocol):
@@ -45,6 +55,10 @@ class Role(Protocol):
         """The next step, or None when nothing can run."""
         ...
 
+    def layer_listener(self) -> LayerDone | None:
+        """Who wants to know when layers of the step planned last are done, if anybody."""
+        ...
+
     def commit(self, result: StepResult) -> None:
         """Take in the result of the step planned last."""
         ...
@@ -53,12 +67,20 @@ class Role(Protocol):
         """The step planned last could not be run: whoever caused it fails, the worker goes on."""
         ...
 
+    def renewed(self, seqs: list[WorkerSequence]) -> None:
+        """The leases of these end later now."""
+        ...
+
     def end(self, seq: WorkerSequence) -> None:
         """Stop ``seq`` in whatever state it is and give back all it holds. Legal in every state."""
         ...
 
     def counts(self) -> tuple[int, int, int]:
         """(running sequences, waiting sequences, tokens still to prefill)."""
+        ...
+
+    def transfer_counts(self) -> TransferCounts:
+        """What came of transfers so far. Called from any thread."""
         ...
 
 
@@ -122,11 +144,12 @@ class StepLoop:
             fenced=blocks.fenced,
             steps=self.steps,
             stalled_s=max(0.0, self._clock() - self._moved_s) if running else 0.0,
+            **self.role.transfer_counts(),
         )
 
     def _execute(self, plan: StepPlan) -> None:
         try:
-            result = self.runner.execute(plan)
+            result = self.runner.execute(plan, self.role.layer_listener())
         except Exception as error:
             log.exception("step %d failed", plan.step)
             self.role.fail_step(error)
@@ -160,7 +183,7 @@ class StepLoop:
             if seq is not None:
                 self.role.end(seq)
         elif kind == "renew":
-            sequences.renew(port.incarnation, message.renew)
+            self.role.renewed(sequences.renew(port.incarnation, message.renew))
         else:
             self.role.receive(port, message)
 

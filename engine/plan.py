@@ -7,6 +7,7 @@ torch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -108,9 +109,17 @@ class StepResult:
     """Rows whose logits were not finite: their token means nothing, their neighbours' does."""
 
 
+LayerDone = Callable[[int, object], None]
+"""(layers, event): the KV of the running step is in the cache in its first ``layers`` layers, and
+that of all earlier steps in all layers, once ``event`` of the device has passed; None: it is.
+"""
+
+
 class Runner(Protocol):
     """Executes steps. The paged cache it writes is shared with the KV plane."""
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step and wait for its tokens."""
+    def execute(self, plan: StepPlan, layer_done: LayerDone | None = None) -> StepResult:
+        """Run one step and wait for its tokens. ``layer_done`` is called on this thread, for 0
+        layers first and then after each one.
+        """
         ...

@@ -12,11 +12,11 @@ from kvferry.cache.paged import PagedKV
 from kvferry.engine.attention import PagedAttention
 from kvferry.engine.kernel_attention import KernelAttention
 from kvferry.engine.kernel_sampler import KernelSampler
-from kvferry.engine.plan import StepPlan, StepResult
+from kvferry.engine.plan import LayerDone, StepPlan, StepResult
 from kvferry.engine.sampler import sample
 from kvferry.engine.step_tensors import StepTensors
 from kvferry.kernels.ops import Backend
-from kvferry.models.decoder import Attend, Decoder
+from kvferry.models.decoder import Attend, Decoder, Heads
 
 
 class ModelRunner:
@@ -33,20 +33,42 @@ class ModelRunner:
         self._sample = sample if decoder.backend is Backend.TORCH else KernelSampler(decoder.ops)
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: StepPlan, layer_done: LayerDone | None = None) -> StepResult:
         """Run one step and wait for its tokens. The KV of all rows is written, whatever their
-        logits.
+        logits. A step without sampled rows has nothing to wait for: on a device it may still run.
         """
-        logits = self.logits(plan)
+        logits = self.logits(plan, layer_done)
         if not len(plan.sampled):
             return StepResult(token_ids=np.zeros(0, dtype=np.int64))
         return self._sample(logits, plan.sampling, self._vocab_size)
 
-    def logits(self, plan: StepPlan) -> torch.Tensor:
+    def logits(self, plan: StepPlan, layer_done: LayerDone | None = None) -> torch.Tensor:
         """Run one step: [num_sampled, V] in the compute dtype, on the device."""
         tensors = StepTensors.build(plan, self._block_size, self._device)
-        hidden = self._decoder(tensors.token_ids, tensors.positions, self._attention(tensors))
+        attend = self._attention(tensors)
+        if layer_done is not None:
+            layer_done(0, self._event())
+            attend = self._telling(attend, layer_done)
+        hidden = self._decoder(tensors.token_ids, tensors.positions, attend)
         return self._decoder.logits(hidden[tensors.sampled_tokens])
+
+    def _telling(self, attend: Attend, layer_done: LayerDone) -> Attend:
+        """``attend``, which writes the KV of its layer, and then word of that."""
+
+        def attend_and_tell(layer: int, heads: Heads) -> torch.Tensor:
+            out = attend(layer, heads)
+            layer_done(layer + 1, self._event())
+            return out
+
+        return attend_and_tell
+
+    def _event(self) -> torch.cuda.Event | None:
+        """What the compute stream has been told to do so far; None where nothing runs behind."""
+        if self._device.type == "cpu":
+            return None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
 
 
 def attention_for(decoder: Decoder, kv: PagedKV) -> Callable[[StepTensors], Attend]:

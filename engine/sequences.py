@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple
 
 from kvferry.cache.block_pool import BlockPool
 from kvferry.cache.hashing import block_hash, chain_hashes
@@ -44,14 +43,6 @@ _NEXT = {
 }
 
 
-class Received(NamedTuple):
-    """What the receiver counted of a transfer."""
-
-    nbytes: int = 0
-    busy_s: float = 0.0
-    wall_s: float = 0.0
-
-
 @dataclass(slots=True, eq=False)
 class WorkerSequence:
     """One attempt of one request on this worker."""
@@ -76,18 +67,28 @@ class WorkerSequence:
     started_s: float = 0.0
     target: pb.Target | None = None
     """Prefill: where its KV goes."""
+    sending: bool = False
+    """Prefill: the sender has yet to say its last word on it."""
+    sent: pb.Account | None = None
+    """Prefill: what the sender counted, once all is delivered."""
     local: bool = False
     """Decode: it is prefilled here."""
     first_token: int | None = None
     """Decode: known once the router said Start."""
     verified: bool = False
     """Decode: all its KV is here and verified."""
-    received: Received = field(default_factory=Received)
+    received: pb.Account | None = None
+    """Decode: what the receiver counted, if KV came from outside."""
 
     @property
     def length(self) -> int:
         """Tokens it arrived with."""
         return len(self.spec.token_ids)
+
+    @property
+    def ends_s(self) -> float:
+        """When it ends unless its lease is renewed."""
+        return min(self.deadline_s, self.lease_until_s)
 
     def enter(self, state: State) -> None:
         if state not in _NEXT[self.state]:
@@ -224,14 +225,17 @@ class Sequences:
         self.table.give_back(seq.row)
         self.pool.release(seq.blocks, fence)
 
-    def renew(self, router: Incarnation, renewal: pb.Renew) -> None:
-        """Extend the leases of the attempts that their router still wants."""
+    def renew(self, router: Incarnation, renewal: pb.Renew) -> list[WorkerSequence]:
+        """Extend the leases of the attempts that their router still wants; which they are."""
         until = self.clock() + self.lease_s
+        renewed = []
         for key in renewal.keys:
             seq = self.get(AttemptKey(router, key.request, key.attempt))  # type: ignore[arg-type]
             if seq is not None:
                 seq.lease_until_s = until
+                renewed.append(seq)
+        return renewed
 
     def expired(self) -> list[WorkerSequence]:
         now = self.clock()
-        return [s for s in self._live.values() if now > s.deadline_s or now > s.lease_until_s]
+        return [s for s in self._live.values() if now > s.ends_s]

@@ -51,7 +51,7 @@ class Stepper:
         self._sequences = sequences
         self._rules = rules
         self._number = 0
-        self._suspects: deque[WorkerSequence] = deque()
+        self._suspects: deque[tuple[WorkerSequence, int]] = deque()
 
     def build(self, seqs: list[WorkerSequence], counts: list[int]) -> Step:
         """The step in which ``seqs[i]`` computes its next ``counts[i]`` tokens."""
@@ -72,15 +72,20 @@ class Stepper:
         """
         if len(step.seqs) == 1:
             return step.seqs
-        self._suspects.extend(step.seqs)
+        counts = step.plan.query_lens.tolist()
+        self._suspects.extend(zip(step.seqs, counts, strict=True))
         return []
 
-    def next_suspect(self) -> WorkerSequence | None:
-        """The sequence that must make up the next step alone, if any must."""
+    def next_suspect(self) -> tuple[WorkerSequence, int] | None:
+        """The sequence that must make up the next step alone, if any must, and its tokens.
+
+        They are those of the step that failed: some of its layers may be on their way to another
+        worker already, which counts on the others of the same tokens to follow.
+        """
         while self._suspects:
-            seq = self._suspects.popleft()
+            seq, count = self._suspects.popleft()
             if seq.state is not State.CLOSED:
-                return seq
+                return seq, count
         return None
 
     def settle(self, step: Step, result: StepResult) -> dict[int, FinishReason]:

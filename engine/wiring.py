@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvferry.cache.block_pool import BlockPool
 from kvferry.core.config import Config, PoolConfig
-from kvferry.core.ids import new_incarnation
+from kvferry.core.ids import BlockHash, new_incarnation
 from kvferry.engine.backend import Backend
 from kvferry.engine.commit import StopRules
 from kvferry.engine.sequences import Sequences
@@ -28,11 +28,16 @@ class EngineParts:
 
 
 def build_parts(
-    backend: Backend, pool: PoolConfig, lease_s: float, clock: Callable[[], float]
+    backend: Backend,
+    pool: PoolConfig,
+    root: BlockHash,
+    lease_s: float,
+    clock: Callable[[], float],
 ) -> EngineParts:
+    """``root``: of this worker's block hash chain."""
     blocks = BlockPool(backend.kv.num_blocks, prefix_cache=pool.prefix_cache)
     table = SequenceTable(pool.max_batch_seqs, backend.max_model_len, pool.block_size)
-    sequences = Sequences(table, blocks, backend.root, clock, lease_s, backend.vocab_size)
+    sequences = Sequences(table, blocks, root, clock, lease_s, backend.vocab_size)
     return EngineParts(
         blocks, sequences, Stepper(sequences, StopRules(table, backend.eos_token_ids))
     )
@@ -47,14 +52,23 @@ def session_settings(config: Config, pool: PoolConfig, secret: str) -> SessionSe
     )
 
 
-def worker_hello(worker_id: str, role: str, backend: Backend, pool: PoolConfig) -> pb.WorkerHello:
-    """What a worker says of itself; where and in which layout KV moves is added by its role."""
+def worker_hello(
+    worker_id: str, role: str, backend: Backend, pool: PoolConfig, root: BlockHash
+) -> pb.WorkerHello:
+    """What a worker says of itself; where and in which form KV moves is added by its role."""
+    identity = backend.identity
     return pb.WorkerHello(
         worker_id=worker_id,
         incarnation=new_incarnation(),
         role=role,
         protocol=PROTOCOL,
-        root_hash=backend.root,
+        root_hash=root,
+        model=pb.ModelIdentity(
+            hash_scheme=identity.hash_scheme,
+            weights=identity.weights,
+            tokenizer=identity.tokenizer,
+            dtype=identity.dtype,
+        ),
         num_blocks=backend.kv.num_blocks,
         max_model_len=backend.max_model_len,
         prefix_cache=pool.prefix_cache,

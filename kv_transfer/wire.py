@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from kvferry.cache.block_pool import BlockPool
+from kvferry.cache.hashing import chain_hashes
 from kvferry.cache.paged import PagedKV
 from kvferry.core.config import Config
-from kvferry.core.errors import ProtocolError
-from kvferry.core.ids import BlockId, Incarnation
+from kvferry.core.errors import ConfigError, ProtocolError
+from kvferry.core.ids import AttemptKey, BlockHash, BlockId, Incarnation, LeaseId
+from kvferry.kv_transfer.endpoints import TRANSPORTS, ListenOptions, listen
 from kvferry.kv_transfer.handshake import LinkOptions
-from kvferry.kv_transfer.jobs import BlockTable
-from kvferry.kv_transfer.layout import KvLayout
+from kvferry.kv_transfer.jobs import (
+    Account,
+    BlockTable,
+    ReceiveClosed,
+    ReceiveDone,
+    ReceiveEvent,
+    ReceiveFailed,
+    SendAborted,
+    SendDone,
+    SendEvent,
+    SendFailed,
+    SendJob,
+)
+from kvferry.kv_transfer.layout import KvLayout, Span
+from kvferry.kv_transfer.transport import Listener
 from kvferry.proto import worker_pb2 as pb
 
 
@@ -24,6 +39,8 @@ def layout_message(layout: KvLayout) -> pb.KvLayout:
         head_dim=layout.head_dim,
         block_size=layout.block_size,
         dtype=layout.dtype,
+        tp=layout.tp,
+        pp=layout.pp,
     )
 
 
@@ -36,9 +53,84 @@ def layout_from_message(message: pb.KvLayout) -> KvLayout:
             head_dim=message.head_dim,
             block_size=message.block_size,
             dtype=message.dtype,
+            tp=message.tp,
+            pp=message.pp,
         )
     except ValueError as error:
         raise ProtocolError(str(error)) from None
+
+
+def endpoint_messages(ranks: Sequence[Sequence[str]]) -> list[pb.KvEndpoint]:
+    """``ranks[r]``: where rank r receives, one endpoint per transport."""
+    return [
+        pb.KvEndpoint(rank=rank, endpoint=endpoint)
+        for rank, endpoints in enumerate(ranks)
+        for endpoint in endpoints
+    ]
+
+
+def endpoints_of(messages: Iterable[pb.KvEndpoint], rank: int) -> tuple[str, ...]:
+    """Where one rank receives."""
+    return tuple(message.endpoint for message in messages if message.rank == rank)
+
+
+def account_message(account: Account) -> pb.Account:
+    return pb.Account(
+        transport=account.transport,
+        nbytes=account.nbytes,
+        busy_s=account.busy_s,
+        wire_s=account.wire_s,
+        credit_s=account.credit_s,
+        wall_s=account.wall_s,
+        exposed_s=account.exposed_s,
+        resends=account.resends,
+    )
+
+
+def ending_of(event: SendEvent | ReceiveEvent) -> str:
+    """How a transfer or a lease ended, as it is counted."""
+    match event:
+        case SendFailed() | ReceiveFailed():
+            return f"failed: {event.reason}"
+        case SendDone() | ReceiveDone():
+            return "complete"
+        case SendAborted():
+            return "aborted"
+        case ReceiveClosed():
+            return "released"
+
+
+def failure_text(event: SendEvent | ReceiveEvent) -> str:
+    """Why it did not deliver, for the router."""
+    match event:
+        case SendFailed(detail=detail) | ReceiveFailed(detail=detail) if detail:
+            return f"{event.reason}: {detail}"
+        case SendFailed() | ReceiveFailed():
+            return str(event.reason)
+    return "it was given up here"
+
+
+def send_job(
+    key: AttemptKey, target: pb.Target, token_ids: Sequence[int], blocks: BlockTable
+) -> SendJob:
+    """The KV that a target lacks of a prompt, to its rank 0.
+
+    Raises ProtocolError for a layout that cannot be.
+    """
+    layout = layout_from_message(target.layout)
+    root = BlockHash(target.root_hash)
+    full = chain_hashes(root, token_ids, layout.block_size)
+    return SendJob(
+        key=key,
+        peer=Incarnation(target.peer),
+        endpoints=endpoints_of(target.endpoints, rank=0),
+        lease=LeaseId(target.lease),
+        target=layout,
+        wire=target.wire,
+        tokens=Span(target.cached_tokens, len(token_ids)),
+        blocks=blocks,
+        chain_hash=full[-1] if full else root,
+    )
 
 
 def block_table(pool: BlockPool, blocks: Sequence[BlockId]) -> BlockTable:
@@ -56,6 +148,28 @@ def layout_of(kv: PagedKV) -> KvLayout:
         block_size=kv.block_size,
         dtype=str(kv.dtype).removeprefix("torch."),
     )
+
+
+def listeners(config: Config, host: str) -> list[Listener]:
+    """Where a decode worker takes links: one per transport that this process can use, or the one
+    that the configuration forces. The caller owns them.
+
+    Raises ConfigError for a forced transport that cannot be used here.
+    """
+    wanted = config.transfer.transport
+    options = ListenOptions(host=host, streams=config.transfer.streams)
+    if wanted != "auto":
+        reason = TRANSPORTS[wanted].why_not() if wanted in TRANSPORTS else "it is not in this build"
+        if reason is not None:
+            raise ConfigError("transfer.transport", f"{wanted} cannot be used here: {reason}")
+        return [listen(wanted, options)]
+    return [
+        transport.listen(options)
+        for transport in TRANSPORTS.values()
+        if transport.name != "loopback"
+        and (transport.authenticates or config.transfer.trusted_network)
+        and transport.why_not() is None
+    ]
 
 
 def link_options(config: Config, secret: str, incarnation: Incarnation) -> LinkOptions:

@@ -1,4 +1,4 @@
-"""What tells the weights of one model from those of another."""
+"""What tells one model from another."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 import xxhash
 
 from kvferry.models.weight_files import weight_files
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 def weights_digest(folder: Path) -> bytes:
@@ -20,5 +22,17 @@ def weights_digest(folder: Path) -> bytes:
         digest.update(f"{path.name}:{path.stat().st_size}".encode())
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
             digest.update(view)
+    value: bytes = digest.digest()
+    return value
+
+
+def tokenizer_digest(folder: Path) -> bytes:
+    """128-bit digest of a folder's tokenizer; of nothing where it has none."""
+    digest = xxhash.xxh3_128()
+    for name in TOKENIZER_FILES:
+        path = folder / name
+        content = path.read_bytes() if path.is_file() else b""
+        digest.update(f"{name}:{len(content)}".encode())
+        digest.update(content)
     value: bytes = digest.digest()
     return value

@@ -35,10 +35,11 @@ class PrefillBatch:
             prompts = [seq for seq in prompts if not self._gate.holds(seq.state, seq.key)]
         suspect = self._stepper.next_suspect()
         if suspect is not None:
-            prompts = [seq for seq in prompts if seq is suspect]
+            prompts, counts = [suspect[0]], [suspect[1]]
+        else:
+            counts = share_budget(map(self._remaining, prompts), self._max_tokens, self._max_seqs)
         if not prompts:
             return None
-        counts = share_budget(map(self._remaining, prompts), self._max_tokens, self._max_seqs)
         planned = prompts[: len(counts)]
         now = self._sequences.clock()
         for seq in planned:

@@ -1,31 +1,46 @@
 """The prefill role.
 
     Prefill ─▶ WAITING ─first chunk─▶ PREFILLING ─first token─▶ TRANSFERRING ─acknowledged─▶ CLOSED
+                                          └─ KV to the sender, layer by layer ─┘
 
 1. A prompt is taken with all its blocks, behind whatever prefix is cached, or answered Busy.
 2. Its uncached tokens are computed in chunks; each block is findable as soon as it is full.
-3. The first token is sampled here, and stop rules apply to it as to any other.
-4. The KV that the decode side lacks goes to the sender, which ends in exactly one event; only
+3. From its first chunk on, the sender hears of each layer that is done and may ship the KV that the
+   decode side lacks while later layers compute.
+4. The first token is sampled here, and stop rules apply to it as to any other.
+5. TRANSFERRING waits for what is not acknowledged yet. The sender ends in exactly one event; only
    then, and long before the request ends, do the blocks go back.
 
-A request without a target (nothing follows its first token) closes at step 3.
+A request without a target (nothing follows its first token) closes at step 4. Whatever else ends a
+prompt before all was delivered aborts its transfer, and fences its blocks until the sender's last
+word.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Protocol
 
-from kvferry.cache.hashing import chain_hashes
-from kvferry.core.errors import ProtocolError
-from kvferry.core.ids import AttemptKey, Incarnation, LeaseId, RequestId
+from kvferry.core.errors import ProtocolError, TransferFailed
+from kvferry.core.ids import AttemptKey, Incarnation, RequestId
 from kvferry.engine.first_token import FirstToken, report_first_token
-from kvferry.engine.plan import StepPlan, StepResult
-from kvferry.engine.ports import RouterPort, send_failed
+from kvferry.engine.loop import TransferCounts
+from kvferry.engine.plan import LayerDone, StepPlan, StepResult
+from kvferry.engine.ports import RouterPort, key_message, send_failed
 from kvferry.engine.sequences import Sequences, State, WorkerSequence
 from kvferry.engine.specs import spec_fault
 from kvferry.kv_transfer.jobs import SendAborted, SendDone, SendFailed, SendJob
-from kvferry.kv_transfer.plan import Span
-from kvferry.kv_transfer.wire import block_table, layout_from_message
+from kvferry.kv_transfer.layout import KvLayout
+from kvferry.kv_transfer.plan import check_compatible, wire_dtype
+from kvferry.kv_transfer.wire import (
+    account_message,
+    block_table,
+    ending_of,
+    endpoints_of,
+    failure_text,
+    layout_from_message,
+    send_job,
+)
 from kvferry.prefill_worker.admission import PromptAdmission
 from kvferry.prefill_worker.batch import PrefillBatch
 from kvferry.proto import worker_pb2 as pb
@@ -34,7 +49,17 @@ from kvferry.proto import worker_pb2 as pb
 class Sender(Protocol):
     """The sending half of the KV plane; ``kv_transfer.sender.KvSender`` is the real one."""
 
-    def send(self, job: SendJob) -> None: ...
+    def begin(self, job: SendJob) -> None:
+        """Blocks are held; what of them is computed follows."""
+        ...
+
+    def computed(
+        self, key: AttemptKey, layers_end: int, tokens_end: int, after: object = None
+    ) -> None:
+        """Tokens before ``tokens_end`` are in the cache in layers before ``layers_end``, once the
+        device's event ``after`` has passed. Legal after the end.
+        """
+        ...
 
     def abort(self, key: AttemptKey) -> None: ...
 
@@ -48,12 +73,20 @@ class PrefillRole:
         admission: PromptAdmission,
         batch: PrefillBatch,
         sender: Sender,
+        layout: KvLayout,
     ) -> None:
         self.sequences = sequences
         self.ports: dict[Incarnation, RouterPort] = {}
+        self.endings: Counter[str] = Counter()
+        """Transfers so far, by how they ended."""
         self._admission = admission
         self._batch = batch
         self._sender = sender
+        self._layout = layout
+        self._begun: list[WorkerSequence] = []
+        """Prompts whose first chunk the step planned last is, where KV of them goes out."""
+        self._pushed: list[tuple[WorkerSequence, int]] = []
+        """Those of all its chunks, and the tokens computed when it is done."""
 
     def receive(self, port: RouterPort, message: pb.RouterMessage) -> None:
         if message.WhichOneof("kind") != "prefill":
@@ -65,7 +98,7 @@ class PrefillRole:
         reason = self._admission.never_fits(len(prefill.sequence.token_ids)) or spec_fault(
             prefill.key, prefill.sequence, self.sequences.vocab_size
         )
-        reason = reason or _target_fault(prefill)
+        reason = reason or _target_fault(prefill, self._layout)
         if reason is not None:
             return send_failed(port, key, "refused", reason)
         if not self._take(port, key, prefill):
@@ -74,17 +107,37 @@ class PrefillRole:
 
     def transferred(self, event: object) -> None:
         assert isinstance(event, SendDone | SendFailed | SendAborted), event
+        self.endings[ending_of(event)] += 1
         self.sequences.pool.lift(event.key)
         seq = self.sequences.get(event.key)
         if seq is None:
             return  # it was ended while the transfer ran
-        self.sequences.close(seq)
-        if not isinstance(event, SendDone):
-            reason = event.reason if isinstance(event, SendFailed) else "aborted"
-            send_failed(seq.port, event.key, "transfer", reason)
+        seq.sending = False
+        if isinstance(event, SendDone):
+            seq.sent = account_message(event.account)
+            if seq.state is State.TRANSFERRING:
+                self._delivered(seq)
+            return
+        self.end(seq)
+        send_failed(seq.port, event.key, "transfer", failure_text(event))
 
     def plan(self) -> StepPlan | None:
-        return self._batch.plan()
+        plan = self._batch.plan()
+        if plan is None:
+            return None
+        seqs = [seq for seq in self._batch.planned.seqs if _goes_out(seq)]
+        self._begun = [seq for seq in seqs if not (seq.sending or seq.sent)]
+        for seq in self._begun:
+            assert seq.target is not None
+            blocks = block_table(self.sequences.pool, seq.blocks)
+            self._sender.begin(send_job(seq.key, seq.target, seq.spec.token_ids, blocks))
+            seq.sending = True
+        ends = dict(zip(self._batch.planned.seqs, plan.context_lens + plan.query_lens, strict=True))
+        self._pushed = [(seq, int(ends[seq])) for seq in seqs if seq.sending]
+        return plan
+
+    def layer_listener(self) -> LayerDone | None:
+        return self._layer_done if self._pushed else None
 
     def commit(self, result: StepResult) -> None:
         for first in self._batch.commit(result):
@@ -95,19 +148,21 @@ class PrefillRole:
     def fail_step(self, error: Exception) -> None:
         self._fail(self._batch.failed(), str(error))
 
+    def renewed(self, seqs: list[WorkerSequence]) -> None:
+        """A transfer ends with its sequence, here: the sender keeps no deadline of its own."""
+
     def end(self, seq: WorkerSequence) -> None:
-        if seq.state is State.TRANSFERRING:
-            # A pack may be reading its blocks: the sender's last word on it lifts the fence.
-            self._sender.abort(seq.key)
-            self.sequences.close(seq, fence=seq.key)
-        else:
+        if seq.state is not State.TRANSFERRING:
             self._batch.prompts.remove(seq)
-            self.sequences.close(seq)
+        self._close(seq)
 
     def counts(self) -> tuple[int, int, int]:
         prompts = self._batch.prompts
         running = sum(seq.state is State.PREFILLING for seq in prompts)
         return running, len(prompts) - running, self._batch.waiting_tokens
+
+    def transfer_counts(self) -> TransferCounts:
+        return {"dropped": {}, "endings": dict(self.endings), "link_events": {}}
 
     def _fail(self, seqs: list[WorkerSequence], message: str) -> None:
         for seq in seqs:
@@ -128,38 +183,59 @@ class PrefillRole:
         self._batch.prompts.append(seq)
         return True
 
+    def _layer_done(self, layers: int, event: object) -> None:
+        """Called while a step runs, on its thread."""
+        if layers:
+            for seq, end in self._pushed:
+                self._sender.computed(seq.key, layers, end, event)
+            return
+        for seq in self._begun:
+            # What was cached here is there already, in all layers.
+            if seq.target is not None and seq.cached_tokens > seq.target.cached_tokens:
+                num_layers = self._layout.num_layers
+                self._sender.computed(seq.key, num_layers, seq.cached_tokens, event)
+
     def _hand_over(self, first: FirstToken) -> None:
-        seq, target = first.seq, first.seq.target
-        ended = first.finish_reason is not None
-        if ended or target is None or target.cached_tokens == seq.length:
+        seq = first.seq
+        if seq.sending and first.finish_reason is None:
+            seq.enter(State.TRANSFERRING)
+        elif seq.sent is not None:
+            self._delivered(seq)
+        else:
+            self._close(seq)
+
+    def _delivered(self, seq: WorkerSequence) -> None:
+        sent = pb.Sent(key=key_message(seq.key), account=seq.sent)
+        seq.port.send(pb.WorkerMessage(sent=sent))
+        self._close(seq)
+
+    def _close(self, seq: WorkerSequence) -> None:
+        if not seq.sending:
             self.sequences.close(seq)
             return
-        seq.enter(State.TRANSFERRING)
-        self._sender.send(self._job(seq, target))
-
-    def _job(self, seq: WorkerSequence, target: pb.Target) -> SendJob:
-        layout = layout_from_message(target.layout)
-        full = chain_hashes(self.sequences.root, seq.spec.token_ids, layout.block_size)
-        return SendJob(
-            key=seq.key,
-            endpoint=target.endpoint,
-            lease=LeaseId(target.lease),
-            target=layout,
-            tokens=Span(target.cached_tokens, seq.length),
-            blocks=block_table(self.sequences.pool, seq.blocks),
-            chain_hash=full[-1] if full else self.sequences.root,
-        )
+        # A pack may be reading its blocks: the sender's last word on it lifts the fence.
+        self._sender.abort(seq.key)
+        self.sequences.close(seq, fence=seq.key)
 
 
-def _target_fault(prefill: pb.Prefill) -> str | None:
+def _goes_out(seq: WorkerSequence) -> bool:
+    """Whether another worker waits for KV of it."""
+    return seq.target is not None and seq.target.cached_tokens < seq.length
+
+
+def _target_fault(prefill: pb.Prefill, source: KvLayout) -> str | None:
     """Why KV could not be sent where the router says, or None."""
     if not prefill.HasField("target"):
         return None
-    cached, length = prefill.target.cached_tokens, len(prefill.sequence.token_ids)
-    if cached > length:
-        return f"target: {cached} tokens are cached, the sequence has {length}"
+    target, length = prefill.target, len(prefill.sequence.token_ids)
+    if target.cached_tokens > length:
+        return f"target: {target.cached_tokens} tokens are cached, the sequence has {length}"
+    if not endpoints_of(target.endpoints, rank=0):
+        return "target: it has no endpoint"
     try:
-        layout_from_message(prefill.target.layout)
-    except ProtocolError as error:
+        layout = layout_from_message(target.layout)
+        check_compatible(source, layout)
+        wire_dtype(source, layout, target.wire)
+    except (ProtocolError, TransferFailed) as error:
         return f"target: {error}"
     return None

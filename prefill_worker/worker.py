@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from kvferry.core.config import Config
+from kvferry.core.config import Config, kv_flavour
 from kvferry.core.ids import Incarnation
 from kvferry.engine.backend import Backend
 from kvferry.engine.host import WorkerHost
@@ -40,9 +40,10 @@ class PrefillWorker:
         connect: Connect = connect_any,
     ) -> None:
         pool = config.prefill
-        parts = build_parts(backend, pool, config.transfer.lease_s, clock)
         layout = layout_of(backend.kv)
-        self.hello = worker_hello(worker_id, "prefill", backend, pool)
+        root = backend.identity.root(kv_flavour(layout.dtype, layout.dtype))
+        parts = build_parts(backend, pool, root, config.transfer.lease_s, clock)
+        self.hello = worker_hello(worker_id, "prefill", backend, pool, root)
         self.hello.layout.CopyFrom(layout_message(layout))
         incarnation = Incarnation(self.hello.incarnation)
         memory = PagedKvMemory(backend.kv.slots, layout, parts.pool.generations)
@@ -61,7 +62,7 @@ class PrefillWorker:
             max_model_len=backend.max_model_len,
             max_batch_tokens=pool.max_batch_tokens,
         )
-        self.role = PrefillRole(parts.sequences, admission, batch, self.sender)
+        self.role = PrefillRole(parts.sequences, admission, batch, self.sender, layout)
         self.loop = StepLoop(self.role, backend.runner, clock)
         server = SessionServer(self.loop, self.hello, session_settings(config, pool, secret))
         self.host = WorkerHost(self.loop, server, worker_id)

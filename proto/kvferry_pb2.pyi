@@ -325,7 +325,7 @@ class Timeline(_message.Message):
     PREFILL_WAIT_S_FIELD_NUMBER: _builtins.int
     PREFILL_S_FIELD_NUMBER: _builtins.int
     TRANSFER_BYTES_FIELD_NUMBER: _builtins.int
-    TRANSFER_BUSY_S_FIELD_NUMBER: _builtins.int
+    TRANSFER_SCATTER_S_FIELD_NUMBER: _builtins.int
     TRANSFER_WALL_S_FIELD_NUMBER: _builtins.int
     TRANSFER_EXPOSED_S_FIELD_NUMBER: _builtins.int
     TTFT_S_FIELD_NUMBER: _builtins.int
@@ -337,14 +337,23 @@ class Timeline(_message.Message):
     ATTEMPTS_FIELD_NUMBER: _builtins.int
     PREFILL_WORKER_FIELD_NUMBER: _builtins.int
     DECODE_WORKER_FIELD_NUMBER: _builtins.int
+    TRANSFER_TRANSPORT_FIELD_NUMBER: _builtins.int
+    TRANSFER_PACKED_BYTES_FIELD_NUMBER: _builtins.int
+    TRANSFER_PACK_S_FIELD_NUMBER: _builtins.int
+    TRANSFER_WIRE_S_FIELD_NUMBER: _builtins.int
+    TRANSFER_CREDIT_S_FIELD_NUMBER: _builtins.int
+    TRANSFER_RESENDS_FIELD_NUMBER: _builtins.int
     queue_s: _builtins.float
     reserve_s: _builtins.float
     prefill_wait_s: _builtins.float
     prefill_s: _builtins.float
     transfer_bytes: _builtins.int
-    transfer_busy_s: _builtins.float
+    """KV that was scattered on the decode side, and the time that took."""
+    transfer_scatter_s: _builtins.float
     transfer_wall_s: _builtins.float
+    """On the decode side: from the first offer to the last scatter."""
     transfer_exposed_s: _builtins.float
+    """From the first token known to decode ready: what nothing hid."""
     ttft_s: _builtins.float
     decode_s: _builtins.float
     prompt_tokens: _builtins.int
@@ -354,6 +363,16 @@ class Timeline(_message.Message):
     attempts: _builtins.int
     prefill_worker: _builtins.str
     decode_worker: _builtins.str
+    transfer_transport: _builtins.str
+    """How KV moved; empty: it did not."""
+    transfer_packed_bytes: _builtins.int
+    """KV that was packed on the prefill side, and the time that took."""
+    transfer_pack_s: _builtins.float
+    transfer_wire_s: _builtins.float
+    """Bytes in flight, summed over slabs."""
+    transfer_credit_s: _builtins.float
+    """Bytes were ready, and the decode side had no memory for them yet."""
+    transfer_resends: _builtins.int
     def __init__(
         self,
         *,
@@ -362,7 +381,7 @@ class Timeline(_message.Message):
         prefill_wait_s: _builtins.float = ...,
         prefill_s: _builtins.float = ...,
         transfer_bytes: _builtins.int = ...,
-        transfer_busy_s: _builtins.float = ...,
+        transfer_scatter_s: _builtins.float = ...,
         transfer_wall_s: _builtins.float = ...,
         transfer_exposed_s: _builtins.float = ...,
         ttft_s: _builtins.float = ...,
@@ -374,10 +393,16 @@ class Timeline(_message.Message):
         attempts: _builtins.int = ...,
         prefill_worker: _builtins.str = ...,
         decode_worker: _builtins.str = ...,
+        transfer_transport: _builtins.str = ...,
+        transfer_packed_bytes: _builtins.int = ...,
+        transfer_pack_s: _builtins.float = ...,
+        transfer_wire_s: _builtins.float = ...,
+        transfer_credit_s: _builtins.float = ...,
+        transfer_resends: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "cached_tokens_decode", b"cached_tokens_decode", "cached_tokens_prefill", b"cached_tokens_prefill", "decode_s", b"decode_s", "decode_worker", b"decode_worker", "output_tokens", b"output_tokens", "prefill_s", b"prefill_s", "prefill_wait_s", b"prefill_wait_s", "prefill_worker", b"prefill_worker", "prompt_tokens", b"prompt_tokens", "queue_s", b"queue_s", "reserve_s", b"reserve_s", "transfer_busy_s", b"transfer_busy_s", "transfer_bytes", b"transfer_bytes", "transfer_exposed_s", b"transfer_exposed_s", "transfer_wall_s", b"transfer_wall_s", "ttft_s", b"ttft_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "cached_tokens_decode", b"cached_tokens_decode", "cached_tokens_prefill", b"cached_tokens_prefill", "decode_s", b"decode_s", "decode_worker", b"decode_worker", "output_tokens", b"output_tokens", "prefill_s", b"prefill_s", "prefill_wait_s", b"prefill_wait_s", "prefill_worker", b"prefill_worker", "prompt_tokens", b"prompt_tokens", "queue_s", b"queue_s", "reserve_s", b"reserve_s", "transfer_bytes", b"transfer_bytes", "transfer_credit_s", b"transfer_credit_s", "transfer_exposed_s", b"transfer_exposed_s", "transfer_pack_s", b"transfer_pack_s", "transfer_packed_bytes", b"transfer_packed_bytes", "transfer_resends", b"transfer_resends", "transfer_scatter_s", b"transfer_scatter_s", "transfer_transport", b"transfer_transport", "transfer_wall_s", b"transfer_wall_s", "transfer_wire_s", b"transfer_wire_s", "ttft_s", b"ttft_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -433,6 +458,66 @@ Global___BlockCounts: _TypeAlias = BlockCounts  # noqa: Y015
 class WorkerStatus(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class DroppedEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class EndingsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class LinkEventsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     WORKER_ID_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
@@ -443,6 +528,9 @@ class WorkerStatus(_message.Message):
     STEPS_FIELD_NUMBER: _builtins.int
     SESSION_ADDRESS_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    DROPPED_FIELD_NUMBER: _builtins.int
+    ENDINGS_FIELD_NUMBER: _builtins.int
+    LINK_EVENTS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: _builtins.str
     """"prefill", "decode" or "both"."""
@@ -457,6 +545,18 @@ class WorkerStatus(_message.Message):
     """Why it is neither ready nor catching up."""
     @_builtins.property
     def blocks(self) -> Global___BlockCounts: ...
+    @_builtins.property
+    def dropped(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """KV offers and slabs that it dropped since it started, by reason."""
+
+    @_builtins.property
+    def endings(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """KV leases (decode) or transfers (prefill) that ended since it started, by how."""
+
+    @_builtins.property
+    def link_events(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """What else happened on its KV links since it started, by kind."""
+
     def __init__(
         self,
         *,
@@ -470,14 +570,108 @@ class WorkerStatus(_message.Message):
         steps: _builtins.int = ...,
         session_address: _builtins.str = ...,
         reason: _builtins.str = ...,
+        dropped: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        endings: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        link_events: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "blocks", b"blocks", "reason", b"reason", "role", b"role", "running", b"running", "session_address", b"session_address", "state", b"state", "steps", b"steps", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "blocks", b"blocks", "dropped", b"dropped", "endings", b"endings", "link_events", b"link_events", "reason", b"reason", "role", b"role", "running", b"running", "session_address", b"session_address", "state", b"state", "steps", b"steps", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerStatus: _TypeAlias = WorkerStatus  # noqa: Y015
+
+@_typing.final
+class LinkStatus(_message.Message):
+    """One way of KV from a prefill worker to a decode worker, as measured."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREFILL_WORKER_FIELD_NUMBER: _builtins.int
+    DECODE_WORKER_FIELD_NUMBER: _builtins.int
+    TRANSPORT_FIELD_NUMBER: _builtins.int
+    RATE_FIELD_NUMBER: _builtins.int
+    PEAK_FIELD_NUMBER: _builtins.int
+    CHOSEN_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    prefill_worker: _builtins.str
+    decode_worker: _builtins.str
+    transport: _builtins.str
+    rate: _builtins.float
+    """Bytes per second; 0: it cannot be used."""
+    peak: _builtins.float
+    """Bytes per second that the same medium was measured to carry."""
+    chosen: _builtins.bool
+    reason: _builtins.str
+    """Why it cannot be used."""
+    def __init__(
+        self,
+        *,
+        prefill_worker: _builtins.str = ...,
+        decode_worker: _builtins.str = ...,
+        transport: _builtins.str = ...,
+        rate: _builtins.float = ...,
+        peak: _builtins.float = ...,
+        chosen: _builtins.bool = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen", "decode_worker", b"decode_worker", "peak", b"peak", "prefill_worker", b"prefill_worker", "rate", b"rate", "reason", b"reason", "transport", b"transport"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LinkStatus: _TypeAlias = LinkStatus  # noqa: Y015
+
+@_typing.final
+class TransferTotals(_message.Message):
+    """All KV that this router saw moved by one transport. Bytes and seconds are of the same operations."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRANSPORT_FIELD_NUMBER: _builtins.int
+    TRANSFERS_FIELD_NUMBER: _builtins.int
+    PACKED_BYTES_FIELD_NUMBER: _builtins.int
+    PACK_S_FIELD_NUMBER: _builtins.int
+    SCATTERED_BYTES_FIELD_NUMBER: _builtins.int
+    SCATTER_S_FIELD_NUMBER: _builtins.int
+    WIRE_S_FIELD_NUMBER: _builtins.int
+    CREDIT_S_FIELD_NUMBER: _builtins.int
+    EXPOSED_S_FIELD_NUMBER: _builtins.int
+    RESENDS_FIELD_NUMBER: _builtins.int
+    transport: _builtins.str
+    transfers: _builtins.int
+    packed_bytes: _builtins.int
+    pack_s: _builtins.float
+    scattered_bytes: _builtins.int
+    scatter_s: _builtins.float
+    wire_s: _builtins.float
+    credit_s: _builtins.float
+    exposed_s: _builtins.float
+    """From all computed to all acknowledged, on the prefill side."""
+    resends: _builtins.int
+    def __init__(
+        self,
+        *,
+        transport: _builtins.str = ...,
+        transfers: _builtins.int = ...,
+        packed_bytes: _builtins.int = ...,
+        pack_s: _builtins.float = ...,
+        scattered_bytes: _builtins.int = ...,
+        scatter_s: _builtins.float = ...,
+        wire_s: _builtins.float = ...,
+        credit_s: _builtins.float = ...,
+        exposed_s: _builtins.float = ...,
+        resends: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit_s", b"credit_s", "exposed_s", b"exposed_s", "pack_s", b"pack_s", "packed_bytes", b"packed_bytes", "resends", b"resends", "scatter_s", b"scatter_s", "scattered_bytes", b"scattered_bytes", "transfers", b"transfers", "transport", b"transport", "wire_s", b"wire_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TransferTotals: _TypeAlias = TransferTotals  # noqa: Y015
 
 @_typing.final
 class StatusResponse(_message.Message):
@@ -489,6 +683,8 @@ class StatusResponse(_message.Message):
     QUEUED_FIELD_NUMBER: _builtins.int
     RUNNING_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
+    LINKS_FIELD_NUMBER: _builtins.int
+    TRANSFERS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     ready: _builtins.bool
     reason: _builtins.str
@@ -497,6 +693,10 @@ class StatusResponse(_message.Message):
     running: _builtins.int
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]: ...
+    @_builtins.property
+    def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___LinkStatus]: ...
+    @_builtins.property
+    def transfers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TransferTotals]: ...
     def __init__(
         self,
         *,
@@ -506,10 +706,12 @@ class StatusResponse(_message.Message):
         queued: _builtins.int = ...,
         running: _builtins.int = ...,
         workers: _abc.Iterable[Global___WorkerStatus] | None = ...,
+        links: _abc.Iterable[Global___LinkStatus] | None = ...,
+        transfers: _abc.Iterable[Global___TransferTotals] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "queued", b"queued", "ready", b"ready", "reason", b"reason", "running", b"running", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["links", b"links", "model", b"model", "queued", b"queued", "ready", b"ready", "reason", b"reason", "running", b"running", "transfers", b"transfers", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -53,6 +53,7 @@ class RouterMessage(_message.Message):
     START_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
     RENEW_FIELD_NUMBER: _builtins.int
+    PEERS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___RouterHello: ...
     @_builtins.property
@@ -65,6 +66,8 @@ class RouterMessage(_message.Message):
     def cancel(self) -> Global___Cancel: ...
     @_builtins.property
     def renew(self) -> Global___Renew: ...
+    @_builtins.property
+    def peers(self) -> Global___Peers: ...
     def __init__(
         self,
         *,
@@ -74,12 +77,13 @@ class RouterMessage(_message.Message):
         start: Global___Start | None = ...,
         cancel: Global___Cancel | None = ...,
         renew: Global___Renew | None = ...,
+        peers: Global___Peers | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "hello", b"hello", "kind", b"kind", "prefill", b"prefill", "renew", b"renew", "reserve", b"reserve", "start", b"start"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "hello", b"hello", "kind", b"kind", "peers", b"peers", "prefill", b"prefill", "renew", b"renew", "reserve", b"reserve", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "hello", b"hello", "kind", b"kind", "prefill", b"prefill", "renew", b"renew", "reserve", b"reserve", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "hello", b"hello", "kind", b"kind", "peers", b"peers", "prefill", b"prefill", "renew", b"renew", "reserve", b"reserve", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "reserve", "prefill", "start", "cancel", "renew"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "reserve", "prefill", "start", "cancel", "renew", "peers"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -100,6 +104,8 @@ class WorkerMessage(_message.Message):
     FAILED_FIELD_NUMBER: _builtins.int
     CACHE_DELTA_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
+    SENT_FIELD_NUMBER: _builtins.int
+    LINKS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___WorkerHello: ...
     @_builtins.property
@@ -122,6 +128,10 @@ class WorkerMessage(_message.Message):
     def cache_delta(self) -> Global___CacheDelta: ...
     @_builtins.property
     def load(self) -> Global___Load: ...
+    @_builtins.property
+    def sent(self) -> Global___Sent: ...
+    @_builtins.property
+    def links(self) -> Global___Links: ...
     def __init__(
         self,
         *,
@@ -136,12 +146,14 @@ class WorkerMessage(_message.Message):
         failed: Global___Failed | None = ...,
         cache_delta: Global___CacheDelta | None = ...,
         load: Global___Load | None = ...,
+        sent: Global___Sent | None = ...,
+        links: Global___Links | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["busy", b"busy", "cache_delta", b"cache_delta", "decode_ready", b"decode_ready", "failed", b"failed", "granted", b"granted", "hello", b"hello", "kind", b"kind", "load", b"load", "preempted", b"preempted", "prefill_done", b"prefill_done", "refused", b"refused", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["busy", b"busy", "cache_delta", b"cache_delta", "decode_ready", b"decode_ready", "failed", b"failed", "granted", b"granted", "hello", b"hello", "kind", b"kind", "links", b"links", "load", b"load", "preempted", b"preempted", "prefill_done", b"prefill_done", "refused", b"refused", "sent", b"sent", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy", b"busy", "cache_delta", b"cache_delta", "decode_ready", b"decode_ready", "failed", b"failed", "granted", b"granted", "hello", b"hello", "kind", b"kind", "load", b"load", "preempted", b"preempted", "prefill_done", b"prefill_done", "refused", b"refused", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy", b"busy", "cache_delta", b"cache_delta", "decode_ready", b"decode_ready", "failed", b"failed", "granted", b"granted", "hello", b"hello", "kind", b"kind", "links", b"links", "load", b"load", "preempted", b"preempted", "prefill_done", b"prefill_done", "refused", b"refused", "sent", b"sent", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "granted", "refused", "busy", "prefill_done", "decode_ready", "tokens", "preempted", "failed", "cache_delta", "load"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "granted", "refused", "busy", "prefill_done", "decode_ready", "tokens", "preempted", "failed", "cache_delta", "load", "sent", "links"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -181,26 +193,36 @@ class WorkerHello(_message.Message):
     ROOT_HASH_FIELD_NUMBER: _builtins.int
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
-    KV_ENDPOINT_FIELD_NUMBER: _builtins.int
+    KV_ENDPOINTS_FIELD_NUMBER: _builtins.int
     PREFIX_CACHE_FIELD_NUMBER: _builtins.int
     MAX_BATCH_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_BATCH_SEQS_FIELD_NUMBER: _builtins.int
+    KV_WIRE_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.int
     role: _builtins.str
     """"prefill", "decode" or "both"."""
     protocol: _builtins.int
     root_hash: _builtins.bytes
-    """Root of the block hash chain: differs when scheme, model, dtype or KV flavour differ."""
+    """Root of this worker's block hash chain: model, and how exact the KV in its blocks is."""
     num_blocks: _builtins.int
     max_model_len: _builtins.int
-    kv_endpoint: _builtins.str
-    """Where KV for this worker is received; empty on a prefill worker."""
     prefix_cache: _builtins.bool
     max_batch_tokens: _builtins.int
     max_batch_seqs: _builtins.int
+    kv_wire: _builtins.str
+    """Element type that KV sent to this worker has on the wire."""
     @_builtins.property
     def layout(self) -> Global___KvLayout: ...
+    @_builtins.property
+    def kv_endpoints(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvEndpoint]:
+        """Where KV for this worker is received, per rank and transport; none on a prefill worker."""
+
+    @_builtins.property
+    def model(self) -> Global___ModelIdentity:
+        """What all workers of a cluster must agree on."""
+
     def __init__(
         self,
         *,
@@ -212,18 +234,75 @@ class WorkerHello(_message.Message):
         root_hash: _builtins.bytes = ...,
         num_blocks: _builtins.int = ...,
         max_model_len: _builtins.int = ...,
-        kv_endpoint: _builtins.str = ...,
+        kv_endpoints: _abc.Iterable[Global___KvEndpoint] | None = ...,
         prefix_cache: _builtins.bool = ...,
         max_batch_tokens: _builtins.int = ...,
         max_batch_seqs: _builtins.int = ...,
+        kv_wire: _builtins.str = ...,
+        model: Global___ModelIdentity | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "kv_endpoint", b"kv_endpoint", "layout", b"layout", "max_batch_seqs", b"max_batch_seqs", "max_batch_tokens", b"max_batch_tokens", "max_model_len", b"max_model_len", "num_blocks", b"num_blocks", "prefix_cache", b"prefix_cache", "protocol", b"protocol", "role", b"role", "root_hash", b"root_hash", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "kv_endpoints", b"kv_endpoints", "kv_wire", b"kv_wire", "layout", b"layout", "max_batch_seqs", b"max_batch_seqs", "max_batch_tokens", b"max_batch_tokens", "max_model_len", b"max_model_len", "model", b"model", "num_blocks", b"num_blocks", "prefix_cache", b"prefix_cache", "protocol", b"protocol", "role", b"role", "root_hash", b"root_hash", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerHello: _TypeAlias = WorkerHello  # noqa: Y015
+
+@_typing.final
+class KvEndpoint(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    ENDPOINT_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    endpoint: _builtins.str
+    """SCHEME:ADDRESS; the scheme is the transport."""
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        endpoint: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvEndpoint: _TypeAlias = KvEndpoint  # noqa: Y015
+
+@_typing.final
+class ModelIdentity(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HASH_SCHEME_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    TOKENIZER_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    hash_scheme: _builtins.int
+    """Version of the block hash chain."""
+    weights: _builtins.bytes
+    """Digest of weights and configuration."""
+    tokenizer: _builtins.bytes
+    """Digest of the tokenizer."""
+    dtype: _builtins.str
+    """Element type of the computation."""
+    def __init__(
+        self,
+        *,
+        hash_scheme: _builtins.int = ...,
+        weights: _builtins.bytes = ...,
+        tokenizer: _builtins.bytes = ...,
+        dtype: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "hash_scheme", b"hash_scheme", "tokenizer", b"tokenizer", "weights", b"weights"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelIdentity: _TypeAlias = ModelIdentity  # noqa: Y015
 
 @_typing.final
 class KvLayout(_message.Message):
@@ -234,11 +313,16 @@ class KvLayout(_message.Message):
     HEAD_DIM_FIELD_NUMBER: _builtins.int
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
+    TP_FIELD_NUMBER: _builtins.int
+    PP_FIELD_NUMBER: _builtins.int
     num_layers: _builtins.int
     num_kv_heads: _builtins.int
     head_dim: _builtins.int
     block_size: _builtins.int
     dtype: _builtins.str
+    tp: _builtins.int
+    """Tensor-parallel ranks and pipeline stages; rank r is part r % tp of stage r / tp."""
+    pp: _builtins.int
     def __init__(
         self,
         *,
@@ -247,10 +331,12 @@ class KvLayout(_message.Message):
         head_dim: _builtins.int = ...,
         block_size: _builtins.int = ...,
         dtype: _builtins.str = ...,
+        tp: _builtins.int = ...,
+        pp: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "head_dim", b"head_dim", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "head_dim", b"head_dim", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "pp", b"pp", "tp", b"tp"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -511,27 +597,40 @@ Global___Prefill: _TypeAlias = Prefill  # noqa: Y015
 class Target(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    ENDPOINT_FIELD_NUMBER: _builtins.int
+    ENDPOINTS_FIELD_NUMBER: _builtins.int
     LEASE_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
-    endpoint: _builtins.str
+    PEER_FIELD_NUMBER: _builtins.int
+    WIRE_FIELD_NUMBER: _builtins.int
+    ROOT_HASH_FIELD_NUMBER: _builtins.int
     lease: _builtins.int
     cached_tokens: _builtins.int
     """Tokens the decode side already holds: KV of [cached_tokens, prompt) is shipped."""
+    peer: _builtins.int
+    """Incarnation of the receiving worker."""
+    wire: _builtins.str
+    """Element type on the wire."""
+    root_hash: _builtins.bytes
+    """Root of the receiving worker's block hash chain."""
+    @_builtins.property
+    def endpoints(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvEndpoint]: ...
     @_builtins.property
     def layout(self) -> Global___KvLayout: ...
     def __init__(
         self,
         *,
-        endpoint: _builtins.str = ...,
+        endpoints: _abc.Iterable[Global___KvEndpoint] | None = ...,
         lease: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
         layout: Global___KvLayout | None = ...,
+        peer: _builtins.int = ...,
+        wire: _builtins.str = ...,
+        root_hash: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "endpoint", b"endpoint", "layout", b"layout", "lease", b"lease"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "endpoints", b"endpoints", "layout", b"layout", "lease", b"lease", "peer", b"peer", "root_hash", b"root_hash", "wire", b"wire"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -655,33 +754,217 @@ class DecodeReady(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     KEY_FIELD_NUMBER: _builtins.int
-    TRANSFER_BYTES_FIELD_NUMBER: _builtins.int
-    TRANSFER_BUSY_S_FIELD_NUMBER: _builtins.int
-    TRANSFER_WALL_S_FIELD_NUMBER: _builtins.int
+    ACCOUNT_FIELD_NUMBER: _builtins.int
     EXPOSED_S_FIELD_NUMBER: _builtins.int
-    transfer_bytes: _builtins.int
-    transfer_busy_s: _builtins.float
-    transfer_wall_s: _builtins.float
     exposed_s: _builtins.float
     """From Start to ready: what the transfer added to the wait for the second token."""
     @_builtins.property
     def key(self) -> Global___Key: ...
+    @_builtins.property
+    def account(self) -> Global___Account: ...
     def __init__(
         self,
         *,
         key: Global___Key | None = ...,
-        transfer_bytes: _builtins.int = ...,
-        transfer_busy_s: _builtins.float = ...,
-        transfer_wall_s: _builtins.float = ...,
+        account: Global___Account | None = ...,
         exposed_s: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["account", b"account", "key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exposed_s", b"exposed_s", "key", b"key", "transfer_busy_s", b"transfer_busy_s", "transfer_bytes", b"transfer_bytes", "transfer_wall_s", b"transfer_wall_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["account", b"account", "exposed_s", b"exposed_s", "key", b"key"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DecodeReady: _TypeAlias = DecodeReady  # noqa: Y015
+
+@_typing.final
+class Account(_message.Message):
+    """What one side of a transfer did. Bytes and busy seconds are of the same packs, or scatters."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRANSPORT_FIELD_NUMBER: _builtins.int
+    NBYTES_FIELD_NUMBER: _builtins.int
+    BUSY_S_FIELD_NUMBER: _builtins.int
+    WIRE_S_FIELD_NUMBER: _builtins.int
+    CREDIT_S_FIELD_NUMBER: _builtins.int
+    WALL_S_FIELD_NUMBER: _builtins.int
+    EXPOSED_S_FIELD_NUMBER: _builtins.int
+    RESENDS_FIELD_NUMBER: _builtins.int
+    transport: _builtins.str
+    """Empty: nothing was transferred."""
+    nbytes: _builtins.int
+    busy_s: _builtins.float
+    wire_s: _builtins.float
+    """Sender: bytes in flight, summed over slabs."""
+    credit_s: _builtins.float
+    """Sender: with bytes ready and no memory granted for them."""
+    wall_s: _builtins.float
+    exposed_s: _builtins.float
+    """Sender: the part of it after all was computed."""
+    resends: _builtins.int
+    def __init__(
+        self,
+        *,
+        transport: _builtins.str = ...,
+        nbytes: _builtins.int = ...,
+        busy_s: _builtins.float = ...,
+        wire_s: _builtins.float = ...,
+        credit_s: _builtins.float = ...,
+        wall_s: _builtins.float = ...,
+        exposed_s: _builtins.float = ...,
+        resends: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_s", b"busy_s", "credit_s", b"credit_s", "exposed_s", b"exposed_s", "nbytes", b"nbytes", "resends", b"resends", "transport", b"transport", "wall_s", b"wall_s", "wire_s", b"wire_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Account: _TypeAlias = Account  # noqa: Y015
+
+@_typing.final
+class Sent(_message.Message):
+    """All KV of an attempt is verified on the decode side; the prefill side has given its blocks back."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    ACCOUNT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def key(self) -> Global___Key: ...
+    @_builtins.property
+    def account(self) -> Global___Account: ...
+    def __init__(
+        self,
+        *,
+        key: Global___Key | None = ...,
+        account: Global___Account | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["account", b"account", "key", b"key"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["account", b"account", "key", b"key"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Sent: _TypeAlias = Sent  # noqa: Y015
+
+@_typing.final
+class Peers(_message.Message):
+    """The decode workers that a prefill worker may send to; sent whenever they change."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PEERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Peer]: ...
+    def __init__(
+        self,
+        *,
+        peers: _abc.Iterable[Global___Peer] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["peers", b"peers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Peers: _TypeAlias = Peers  # noqa: Y015
+
+@_typing.final
+class Peer(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    ENDPOINTS_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    WIRE_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    incarnation: _builtins.int
+    wire: _builtins.str
+    @_builtins.property
+    def endpoints(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvEndpoint]: ...
+    @_builtins.property
+    def layout(self) -> Global___KvLayout: ...
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        incarnation: _builtins.int = ...,
+        endpoints: _abc.Iterable[Global___KvEndpoint] | None = ...,
+        layout: Global___KvLayout | None = ...,
+        wire: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoints", b"endpoints", "incarnation", b"incarnation", "layout", b"layout", "wire", b"wire", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Peer: _TypeAlias = Peer  # noqa: Y015
+
+@_typing.final
+class Links(_message.Message):
+    """What a prefill worker measured of its ways to one decode worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PEER_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    LINKS_FIELD_NUMBER: _builtins.int
+    peer: _builtins.str
+    incarnation: _builtins.int
+    @_builtins.property
+    def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___Link]: ...
+    def __init__(
+        self,
+        *,
+        peer: _builtins.str = ...,
+        incarnation: _builtins.int = ...,
+        links: _abc.Iterable[Global___Link] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "links", b"links", "peer", b"peer"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Links: _TypeAlias = Links  # noqa: Y015
+
+@_typing.final
+class Link(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRANSPORT_FIELD_NUMBER: _builtins.int
+    RATE_FIELD_NUMBER: _builtins.int
+    PEAK_FIELD_NUMBER: _builtins.int
+    CHOSEN_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    transport: _builtins.str
+    rate: _builtins.float
+    """Bytes per second of KV over this link; 0: it cannot be used."""
+    peak: _builtins.float
+    """Bytes per second that the same medium was measured to carry."""
+    chosen: _builtins.bool
+    reason: _builtins.str
+    """Why it cannot be used."""
+    def __init__(
+        self,
+        *,
+        transport: _builtins.str = ...,
+        rate: _builtins.float = ...,
+        peak: _builtins.float = ...,
+        chosen: _builtins.bool = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen", "peak", b"peak", "rate", b"rate", "reason", b"reason", "transport", b"transport"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Link: _TypeAlias = Link  # noqa: Y015
 
 @_typing.final
 class Tokens(_message.Message):
@@ -876,6 +1159,66 @@ class Load(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class DroppedEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class EndingsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class LinkEventsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     RUNNING_FIELD_NUMBER: _builtins.int
     WAITING_FIELD_NUMBER: _builtins.int
     FREE_FIELD_NUMBER: _builtins.int
@@ -886,6 +1229,9 @@ class Load(_message.Message):
     WAITING_TOKENS_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
     STALLED_S_FIELD_NUMBER: _builtins.int
+    DROPPED_FIELD_NUMBER: _builtins.int
+    ENDINGS_FIELD_NUMBER: _builtins.int
+    LINK_EVENTS_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     waiting: _builtins.int
     free: _builtins.int
@@ -898,6 +1244,18 @@ class Load(_message.Message):
     steps: _builtins.int
     stalled_s: _builtins.float
     """Seconds since a step completed while work waited; 0 when idle or moving."""
+    @_builtins.property
+    def dropped(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Offers and slabs that were dropped since the worker started, by reason."""
+
+    @_builtins.property
+    def endings(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Leases and transfers that ended since the worker started, by how."""
+
+    @_builtins.property
+    def link_events(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """What else happened on KV links since the worker started, by kind."""
+
     def __init__(
         self,
         *,
@@ -911,10 +1269,13 @@ class Load(_message.Message):
         waiting_tokens: _builtins.int = ...,
         steps: _builtins.int = ...,
         stalled_s: _builtins.float = ...,
+        dropped: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        endings: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        link_events: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "fenced", b"fenced", "free", b"free", "in_use", b"in_use", "reserved", b"reserved", "running", b"running", "stalled_s", b"stalled_s", "steps", b"steps", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "dropped", b"dropped", "endings", b"endings", "fenced", b"fenced", "free", b"free", "in_use", b"in_use", "link_events", b"link_events", "reserved", b"reserved", "running", b"running", "stalled_s", b"stalled_s", "steps", b"steps", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -19,6 +19,7 @@ from kvferry.core.errors import (
 )
 from kvferry.core.request import TextDelta
 from kvferry.router.engine import TokenEngine
+from kvferry.router.transfer_metrics import TransferMetrics
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _OUTCOMES: tuple[tuple[type[BaseException], str], ...] = (
@@ -52,9 +53,6 @@ class RouterMetrics:
         self._prompt = self._tokens("prompt", "Prompt tokens of finished choices.")
         self._cached = self._tokens("cached_prompt", "Prompt tokens found in a prefix cache.")
         self._output = self._tokens("output", "Tokens generated.")
-        self._transferred = Counter(
-            "kvferry_transfer_bytes", "KV bytes moved between workers.", registry=registry
-        )
 
     def watch(self, engine: TokenEngine) -> None:
         """Read the running and queued gauges, and readiness, from ``engine`` at each scrape."""
@@ -65,6 +63,7 @@ class RouterMetrics:
         )
         for name, help_text, read in gauges:
             Gauge(name, help_text, registry=self.registry).set_function(read)
+        self.registry.register(TransferMetrics(engine.status))
 
     @contextmanager
     def request(self, api: str) -> Iterator[None]:
@@ -94,7 +93,6 @@ class RouterMetrics:
         self._prefill.observe(timeline.prefill_s)
         if timeline.transfer_bytes:
             self._exposed.observe(timeline.transfer_exposed_s)
-            self._transferred.inc(timeline.transfer_bytes)
         self._prompt.inc(timeline.prompt_tokens)
         self._cached.inc(timeline.cached_tokens_prefill)
         self._output.inc(timeline.output_tokens)

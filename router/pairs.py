@@ -95,16 +95,26 @@ class _Attempt:
             if isinstance(item, TokenStep):
                 self.finished = side.over = item.finish_reason is not None
                 return item
-            if item.HasField("decode_ready"):
-                self.transferred(item.decode_ready)
+            self._note(item)
         return None
 
-    def transferred(self, ready: pb.DecodeReady) -> None:
+    def _note(self, message: pb.WorkerMessage) -> None:
+        """What the two sides say of the transfer, each for itself."""
         timeline = self.timeline
-        timeline.transfer_bytes += ready.transfer_bytes
-        timeline.transfer_busy_s += ready.transfer_busy_s
-        timeline.transfer_wall_s += ready.transfer_wall_s
-        timeline.transfer_exposed_s += ready.exposed_s
+        if message.HasField("decode_ready"):
+            account = message.decode_ready.account
+            timeline.transfer_transport = account.transport or timeline.transfer_transport
+            timeline.transfer_bytes += account.nbytes
+            timeline.transfer_scatter_s += account.busy_s
+            timeline.transfer_wall_s += account.wall_s
+            timeline.transfer_exposed_s += message.decode_ready.exposed_s
+        elif message.HasField("sent"):
+            account = message.sent.account
+            timeline.transfer_packed_bytes += account.nbytes
+            timeline.transfer_pack_s += account.busy_s
+            timeline.transfer_wire_s += account.wire_s
+            timeline.transfer_credit_s += account.credit_s
+            timeline.transfer_resends += account.resends
 
 
 class RemotePair:
@@ -135,10 +145,13 @@ class RemotePair:
             raise
         hello = self._decode.view.hello
         self._target = pb.Target(
-            endpoint=hello.kv_endpoint,
+            peer=hello.incarnation,
+            endpoints=hello.kv_endpoints,
             lease=granted.lease,
             cached_tokens=granted.cached_tokens,
             layout=hello.layout,
+            wire=hello.kv_wire,
+            root_hash=hello.root_hash,
         )
         return self
 

@@ -27,7 +27,7 @@ class Progress:
         self._sample_index = sample_index
         self._prompt_len = len(self.tokens)
         self._deadline = time.monotonic() + (request.deadline_s or float("inf"))
-        self._chains: dict[int, list[BlockHash]] = {}
+        self._chains: dict[tuple[BlockHash, int], list[BlockHash]] = {}
 
     @property
     def last_token_next(self) -> bool:
@@ -39,10 +39,12 @@ class Progress:
         self._chains.clear()
 
     def chain(self, root: BlockHash, block_size: int) -> list[BlockHash]:
-        """Hashes of the full blocks known so far; computed once per block size and attempt."""
-        if block_size not in self._chains:
-            self._chains[block_size] = chain_hashes(root, self.tokens, block_size)
-        return self._chains[block_size]
+        """Hashes of the full blocks known so far; computed once per root, block size and
+        attempt.
+        """
+        if (root, block_size) not in self._chains:
+            self._chains[root, block_size] = chain_hashes(root, self.tokens, block_size)
+        return self._chains[root, block_size]
 
     def key(self) -> pb.Key:
         return pb.Key(request=self.number, attempt=self.attempt)

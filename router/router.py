@@ -5,6 +5,7 @@ both.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
@@ -15,9 +16,11 @@ from kvferry.proto import kvferry_pb2
 from kvferry.proto import worker_pb2 as pb
 from kvferry.router.dispatcher import Dispatcher
 from kvferry.router.index import PrefixIndex
+from kvferry.router.peering import Peering
 from kvferry.router.policy import LongestPrefixThenLeastLoaded
 from kvferry.router.session import Dial, SessionContext, WorkerSession
 from kvferry.router.spine import Spine
+from kvferry.router.transfers import TransferTotals
 from kvferry.router.workers import Role, WorkerView
 
 STALL_S = 30.0
@@ -42,12 +45,16 @@ class Router:
             self._index, LongestPrefixThenLeastLoaded(), config.router.queue_limit
         )
         self._spine = Spine(self._dispatcher, config.router.max_attempts)
+        self._transfers = TransferTotals()
+        self._peering = Peering(self._dispatcher.sessions)
         self._context = SessionContext(
             incarnation=new_incarnation(),
             dial=dial,
             index=self._index,
             accept=self._refusal,
             changed=self._changed,
+            transfers=self._transfers,
+            links=self._measured,
             beat_s=config.cluster.beat_s,
             silence_s=config.cluster.silence_s,
         )
@@ -83,6 +90,17 @@ class Router:
         except TimeoutError:
             raise TimeoutError(self.ready()[1]) from None
 
+    async def wait_links(self, timeout_s: float) -> list[kvferry_pb2.LinkStatus]:
+        """What prefill workers measured of their ways to decode workers, once all have, or as much
+        as there is after ``timeout_s``.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self._peering.unmeasured():
+                    self._state_changed.clear()
+                    await self._state_changed.wait()
+        return self._peering.rows()
+
     async def close(self) -> None:
         for task in self._tasks.values():
             task.cancel()
@@ -107,6 +125,8 @@ class Router:
             queued=queued,
             running=self._spine.running - queued,
             workers=[_worker_status(session.view) for session in self._dispatcher.sessions],
+            links=self._peering.rows(),
+            transfers=self._transfers.messages(),
         )
 
     def _stalled(self) -> str:
@@ -117,12 +137,19 @@ class Router:
         return ""
 
     def _changed(self) -> None:
+        self._peering.update()
         self._dispatcher.pump()
         self._state_changed.set()
 
+    def _measured(self, view: WorkerView, links: pb.Links) -> None:
+        self._peering.measured(view, links)
+        self._state_changed.set()
+
     def _refusal(self, view: WorkerView) -> str:
-        """Whether a worker's hello fits: the same model, hash scheme and KV flavour as all
-        others.
+        """Why a worker's hello does not fit those of the others; empty when it does.
+
+        All must agree on the model and on layers, KV heads and head size. Block sizes and element
+        types of KV are converted on the way, and so may differ.
         """
         hello = view.hello
         if hello.role != view.role:
@@ -131,16 +158,23 @@ class Router:
             other = session.view
             if other is view or not other.routable:
                 continue
-            if other.hello.root_hash != hello.root_hash:
-                return f"its model, dtype or KV flavour differs from that of {other.worker_id}"
-            if _shape(other.hello.layout) != _shape(hello.layout):
-                return f"its KV layout differs from that of {other.worker_id}"
+            for name, what in _AGREED.items():
+                if getattr(other.hello.model, name) != getattr(hello.model, name):
+                    return f"its {what} differs from that of {other.worker_id}"
+            for name in _SHAPE:
+                ours, theirs = getattr(other.hello.layout, name), getattr(hello.layout, name)
+                if ours != theirs:
+                    return f"its KV layout has {name} {theirs}, that of {other.worker_id} {ours}"
         return ""
 
 
-def _shape(layout: pb.KvLayout) -> tuple[int, int, int, str]:
-    """What must be equal between workers; block sizes may differ."""
-    return layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.dtype
+_AGREED = {
+    "hash_scheme": "block hash scheme",
+    "weights": "model (weights or config.json)",
+    "tokenizer": "tokenizer",
+    "dtype": "element type of the computation",
+}
+_SHAPE = ("num_layers", "num_kv_heads", "head_dim")
 
 
 def _worker_status(view: WorkerView) -> kvferry_pb2.WorkerStatus:
@@ -163,4 +197,7 @@ def _worker_status(view: WorkerView) -> kvferry_pb2.WorkerStatus:
         steps=load.steps,
         session_address=view.address,
         reason=view.reason,
+        dropped=load.dropped,
+        endings=load.endings,
+        link_events=load.link_events,
     )

@@ -20,6 +20,7 @@ from kvferry.proto import worker_pb2 as pb
 from kvferry.proto.session import PROTOCOL
 from kvferry.router.index import PrefixIndex
 from kvferry.router.mailbox import Lost, Mailbox
+from kvferry.router.transfers import TransferTotals
 from kvferry.router.workers import WorkerState, WorkerView
 
 log = logging.getLogger(__name__)
@@ -56,6 +57,9 @@ class SessionContext:
     """Why a worker whose hello has come does not fit the others; empty when it does."""
     changed: Callable[[], None]
     """Called when a worker's state or load has changed."""
+    transfers: TransferTotals
+    links: Callable[[WorkerView, pb.Links], None]
+    """Called with what a worker measured of its ways to another one."""
     beat_s: float
     silence_s: float
 
@@ -181,7 +185,10 @@ class WorkerSession:
             self._context.changed()
         elif kind == "cache_delta":
             self._cache_delta(message.cache_delta)
+        elif kind == "links":
+            self._context.links(self.view, message.links)
         elif kind is not None and kind != "hello":
+            self._context.transfers.note(message)
             key = getattr(message, kind).key
             mailbox = self._mailboxes.get((key.request, key.attempt))
             if mailbox is not None:

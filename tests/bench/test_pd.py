@@ -9,7 +9,7 @@ from kvferry.core.request import Timeline
 
 
 def request(ttft_s: float, gap_s: float, latency_s: float) -> Request:
-    timeline = Timeline(transfer_bytes=4_000, transfer_busy_s=1e-6, transfer_exposed_s=0.002)
+    timeline = Timeline(transfer_bytes=4_000, transfer_scatter_s=1e-6, transfer_exposed_s=0.002)
     return Request(ttft_s, gap_s, (latency_s,) * 3, timeline)
 
 

@@ -18,8 +18,13 @@ TIMELINE = Timeline(
     reserve_s=0.002,
     prefill_wait_s=0.003,
     prefill_s=0.020,
+    transfer_transport="shm",
     transfer_bytes=23_600_000,
-    transfer_busy_s=0.01,
+    transfer_scatter_s=0.01,
+    transfer_packed_bytes=24_000_000,
+    transfer_pack_s=0.005,
+    transfer_credit_s=0.0021,
+    transfer_resends=1,
     transfer_wall_s=0.012,
     transfer_exposed_s=0.0004,
     ttft_s=0.0271,
@@ -33,7 +38,7 @@ TIMELINE = Timeline(
 )
 
 
-def text_of(table: Table, width: int = 140) -> str:
+def text_of(table: Table, width: int = 200) -> str:
     console = Console(width=width)
     with console.capture() as captured:
         console.print(table)
@@ -45,14 +50,15 @@ def test_the_timeline_names_every_station() -> None:
     for part in (
         "router 1.0, reservation 2.0, prefill worker 3.0, 2 attempts",
         "8 tokens computed, 32 from the prefix cache, on prefill-0",
-        "23.6 MB at 2.36 GB/s, exposed 0.4 ms",
+        "23.6 MB over shm, packed at 4.80 GB/s, scattered at 2.36 GB/s, waited 2.1 ms for memory, "
+        "1 slabs resent, exposed 0.4 ms",
         "10 tokens, TTFT 27.1 ms, TPOT 100.0 ms, on decode-0",
     ):
         assert part in text
 
 
 def test_a_local_prefill_has_no_transfer() -> None:
-    assert "one worker did both" in text_of(timeline_table(Timeline(output_tokens=1)))
+    assert "none" in text_of(timeline_table(Timeline(output_tokens=1)))
 
 
 def status() -> pb.StatusResponse:

@@ -13,9 +13,9 @@ def test_time_per_output_token_counts_the_gaps() -> None:
 
 
 def test_transfer_rate_is_bytes_over_busy_time() -> None:
-    timeline = Timeline(transfer_bytes=3 * 10**9, transfer_busy_s=1.5, transfer_wall_s=9.0)
-    assert timeline.transfer_gb_per_s == pytest.approx(2.0)
-    assert Timeline(transfer_bytes=1).transfer_gb_per_s == 0.0
+    timeline = Timeline(transfer_bytes=3 * 10**9, transfer_scatter_s=1.5, transfer_wall_s=9.0)
+    assert timeline.scatter_gb_per_s == pytest.approx(2.0)
+    assert Timeline(transfer_bytes=1).scatter_gb_per_s == 0.0
 
 
 def test_usage_adds_up() -> None:

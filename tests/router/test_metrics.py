@@ -102,7 +102,6 @@ def test_timeline(metrics: RouterMetrics) -> None:
         "kvferry_prefill_seconds_sum": 1.0,
         "kvferry_transfer_exposed_seconds_sum": 0.25,
         "kvferry_transfer_exposed_seconds_count": 1,
-        "kvferry_transfer_bytes_total": 100,
         "kvferry_prompt_tokens_total": 45,
         "kvferry_cached_prompt_tokens_total": 30,
         "kvferry_output_tokens_total": 5,

@@ -16,14 +16,13 @@ from fake_engine_model import EOS, VOCAB_SIZE
 from gates import eventually
 
 from kvferry.cache.block_pool import BlockCounts
-from kvferry.cache.hashing import root_hash
 from kvferry.cache.paged import PagedKV
 from kvferry.core.config import Config, parse_config
 from kvferry.core.ids import Incarnation
 from kvferry.core.request import GenerateRequest, Timeline, TokenStep
 from kvferry.core.sampling import SamplingParams
 from kvferry.decode_worker.worker import DecodeWorker
-from kvferry.engine.backend import Backend
+from kvferry.engine.backend import Backend, ModelIdentity
 from kvferry.engine.fake_runner import FakeRunner
 from kvferry.engine.host import LoopThread
 from kvferry.engine.outbox import Outbox
@@ -63,8 +62,8 @@ def fake_backend(
         num_blocks=num_blocks,
         dtype=torch.float64,
     )
-    root = root_hash(1, b"fake", "", "float64", "float64")
-    return Backend(FakeRunner(kv, VOCAB_SIZE, **hooks), kv, max_model_len, eos, root)
+    identity = ModelIdentity(1, b"fake", b"", "float64")
+    return Backend(FakeRunner(kv, VOCAB_SIZE, **hooks), kv, max_model_len, eos, identity)
 
 
 def local_config(**sections: dict[str, Any]) -> Config:
