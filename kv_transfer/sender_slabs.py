@@ -108,9 +108,9 @@ class GrantedSlabs:
     def pull(self, pull: Pull) -> None:
         """The receiver has posted for a slab, so it gets one, whatever became of the transfer.
 
-        Raises ProtocolError for a slab that was not announced, LinkLost.
+        Raises ProtocolError for a slab that was not announced, or pulled before, LinkLost.
         """
-        grant, nbytes = self._announced.get(pull.slab, (None, 0))
+        grant, nbytes = self._announced.pop(pull.slab, (None, 0))
         if not self._outlet.is_pulled or grant != pull.grant:
             raise ProtocolError("a pull of a slab that was not announced")
         held = self._held.get(pull.grant)
