@@ -11,7 +11,9 @@ import secrets
 import socket
 import struct
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Any
 
 from kvferry.core.errors import LinkLost, LinkRefused
 from kvferry.core.units import parse_address
@@ -21,10 +23,11 @@ from kvferry.kv_transfer.transport import Channel, Inlet, Outlet
 
 _UCRED = struct.Struct("3i")
 _BACKLOG = 64
-_PAUSE_S = 0.05
+PAUSE_S = 0.05
+"""Between two tries of what the system has no room for."""
 
 
-class SocketChannel:
+class SocketChannel(ABC):
     """Frames over a connected socket, which it owns. Subclasses add the data path."""
 
     transport = ""
@@ -44,11 +47,11 @@ class SocketChannel:
     def close(self) -> None:
         self.frames.close()
 
-    def open_inlet(self, num_slabs: int, slab_bytes: int, timeout_s: float) -> Inlet:
-        raise NotImplementedError
+    @abstractmethod
+    def open_inlet(self, num_slabs: int, slab_bytes: int, timeout_s: float) -> Inlet: ...
 
-    def open_outlet(self, num_slabs: int, slab_bytes: int, timeout_s: float) -> Outlet:
-        raise NotImplementedError
+    @abstractmethod
+    def open_outlet(self, num_slabs: int, slab_bytes: int, timeout_s: float) -> Outlet: ...
 
 
 class SocketListener:
@@ -74,16 +77,21 @@ class SocketListener:
             return None
         try:
             sock, _ = self._sock.accept()
-        except BlockingIOError:
+        except (BlockingIOError, ConnectionError):
             return None
         except OSError:
-            # Out of descriptors, say: the caller waits in line still, so do not spin on it.
-            time.sleep(min(timeout_s, _PAUSE_S))
-            return None
+            return self._pause(timeout_s)
         if not self._is_welcome(sock):
             sock.close()
             return None
-        return self._channel(sock)
+        try:
+            return self._channel(sock)
+        except LinkLost:
+            return self._pause(timeout_s)
+
+    def _pause(self, timeout_s: float) -> None:
+        """Out of descriptors, say: the caller waits in line still, so do not spin on it."""
+        time.sleep(min(timeout_s, PAUSE_S))
 
     def stop(self) -> None:
         self._wakeup.set()
@@ -111,10 +119,10 @@ def listen_tcp(
 
 def bind_tcp(host: str) -> tuple[socket.socket, str]:
     """A socket on a free port of an interface, and its ``HOST:PORT``. Raises OSError."""
-    family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+    family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
-        sock.bind((host, 0))
+        sock.bind(address)
     except OSError:
         sock.close()
         raise
@@ -124,8 +132,10 @@ def bind_tcp(host: str) -> tuple[socket.socket, str]:
 
 def dial_unix(endpoint: str, timeout_s: float) -> socket.socket:
     """A connection to ``listen_unix``. Raises LinkRefused, LinkLost."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    _dial(sock, f"\0{endpoint.partition(':')[2]}", endpoint, timeout_s)
+    try:
+        sock = dial(socket.AF_UNIX, f"\0{endpoint.partition(':')[2]}", timeout_s)
+    except OSError as error:
+        raise _why(endpoint, error) from None
     if not _same_user(sock):
         sock.close()
         raise LinkRefused(f"{endpoint} belongs to another user")
@@ -133,30 +143,43 @@ def dial_unix(endpoint: str, timeout_s: float) -> socket.socket:
 
 
 def dial_tcp(endpoint: str, timeout_s: float) -> socket.socket:
-    """A connection to ``listen_tcp``. Raises LinkRefused, LinkLost."""
+    """A connection to ``listen_tcp``: the first address of the host that answers.
+
+    Raises LinkRefused, LinkLost.
+    """
+    deadline = time.monotonic() + timeout_s
     try:
         host, port = parse_address(endpoint.partition(":")[2])
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (ValueError, OSError) as error:
+        if isinstance(error, socket.gaierror) and error.errno == socket.EAI_AGAIN:
+            raise LinkLost(f"{endpoint}: {error.strerror}") from None
         raise LinkRefused(f"{endpoint!r} is no address: {error}") from None
+    failure = OSError("no address")
+    for family, _, _, _, address in found:
+        try:
+            return dial(family, address, deadline - time.monotonic())
+        except OSError as error:
+            failure = error
+    raise _why(endpoint, failure)
+
+
+def dial(family: int, address: str | tuple[Any, ...], timeout_s: float) -> socket.socket:
+    """A connected stream socket. Raises OSError."""
     sock = socket.socket(family, socket.SOCK_STREAM)
-    _dial(sock, (host, port), endpoint, timeout_s)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return sock
-
-
-def _dial(
-    sock: socket.socket, address: str | tuple[str, int], endpoint: str, timeout_s: float
-) -> None:
     try:
         sock.settimeout(max(0.001, timeout_s))
         sock.connect(address)
-    except ConnectionRefusedError:
+    except OSError:
         sock.close()
-        raise LinkRefused(f"nobody listens at {endpoint}") from None
-    except OSError as error:
-        sock.close()
-        raise LinkLost(f"{endpoint} does not answer: {error}") from None
+        raise
+    return sock
+
+
+def _why(endpoint: str, error: OSError) -> LinkLost:
+    if isinstance(error, ConnectionRefusedError):
+        return LinkRefused(f"nobody listens at {endpoint}")
+    return LinkLost(f"{endpoint} does not answer: {error}")
 
 
 def _same_user(sock: socket.socket) -> bool:

@@ -69,10 +69,17 @@ class FrameSocket:
     """
 
     def __init__(self, sock: socket.socket, frame_timeout_s: float = 5.0) -> None:
-        sock.setblocking(False)
+        """Raises LinkLost, with the socket closed, when the system has no descriptor left."""
+        try:
+            sock.setblocking(False)
+            if sock.family != socket.AF_UNIX:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._wakeup = Wakeup()
+        except OSError as error:
+            sock.close()
+            raise LinkLost(f"no link can be had: {error.strerror}") from None
         self._sock = sock
         self._frame_timeout_s = frame_timeout_s
-        self._wakeup = Wakeup()
         self._part = bytearray()
         self._wanted: int | None = None
         self._part_since = 0.0

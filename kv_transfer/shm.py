@@ -63,35 +63,37 @@ class ShmChannel(SocketChannel):
     transport = SCHEME
 
     def open_inlet(self, num_slabs: int, slab_bytes: int, timeout_s: float) -> ShmSlabs:
-        fd = os.memfd_create("kvferry-slabs", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            fd = os.memfd_create("kvferry-slabs", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except OSError as error:
+            raise _lost(error) from None
         try:
             os.ftruncate(fd, num_slabs * slab_bytes)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS | fcntl.F_SEAL_SEAL)
             slabs = ShmSlabs(fd, num_slabs, slab_bytes)
             if not self.frames.wait_for(select.POLLOUT, timeout_s):
                 raise LinkLost("the peer takes no messages")
-            try:
-                socket.send_fds(self.frames.sock, [b"\0"], [fd])
-            except OSError as error:
-                raise LinkLost(f"the link broke: {error.strerror}") from None
+            socket.send_fds(self.frames.sock, [b"\0"], [fd])
             return slabs
+        except OSError as error:
+            raise _lost(error) from None
         finally:
             os.close(fd)
 
     def open_outlet(self, num_slabs: int, slab_bytes: int, timeout_s: float) -> ShmSlabs:
         if not self.frames.wait_for(select.POLLIN, timeout_s):
             raise LinkLost("the peer hands over no slab memory")
+        fds: list[int] = []
         try:
             data, fds, _, _ = socket.recv_fds(self.frames.sock, 1, 1, socket.MSG_CMSG_CLOEXEC)
-        except OSError as error:
-            raise LinkLost(f"the link broke: {error.strerror}") from None
-        try:
             if not data:
                 raise LinkLost("the peer closed the link")
             if len(fds) != 1:
                 raise ProtocolError("the peer handed over no slab memory")
             _check_memfd(fds[0], num_slabs * slab_bytes)
             return ShmSlabs(fds[0], num_slabs, slab_bytes)
+        except OSError as error:
+            raise _lost(error) from None
         finally:
             for fd in fds:
                 os.close(fd)
@@ -115,3 +117,7 @@ def _check_memfd(fd: int, size: int) -> None:
         seals = 0
     if seals & _SEALS != _SEALS or os.fstat(fd).st_size != size:
         raise ProtocolError("the peer's slab memory is not sealed at the size it announced")
+
+
+def _lost(error: OSError) -> LinkLost:
+    return LinkLost(f"the link broke: {error.strerror}")

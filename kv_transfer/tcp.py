@@ -12,12 +12,14 @@ from typing import Annotated
 import msgspec
 
 from kvferry.core.errors import LinkLost, ProtocolError
-from kvferry.kv_transfer.control import SocketChannel, bind_tcp, dial_tcp
+from kvferry.kv_transfer.control import SocketChannel, bind_tcp, dial, dial_tcp
 from kvferry.kv_transfer.tcp_listener import CONTROL, DATA, TOKEN_BYTES, TcpListener
 from kvferry.kv_transfer.tcp_streams import TcpInlet, TcpOutlet
 
 SCHEME = "tcp"
 MAX_STREAMS = 64
+MAX_LINK_BYTES = 4 << 30
+"""Slab memory that a peer may have us set aside for a link."""
 _SETUP_LIMIT = 256
 
 
@@ -48,7 +50,10 @@ class TcpChannel(SocketChannel):
         listener, token = self._listener, secrets.token_bytes(TOKEN_BYTES)
         if listener is None:
             raise ProtocolError("the side that dialled opens the outlet")
-        inlet = TcpInlet(num_slabs, slab_bytes, self.wake, lambda: listener.forget(token))
+        try:
+            inlet = TcpInlet(num_slabs, slab_bytes, self.wake, lambda: listener.forget(token))
+        except OSError as error:
+            raise LinkLost(f"no slab memory for the link: {error.strerror}") from None
         listener.expect(token, self._streams, inlet.attach)
         try:
             self.send(msgspec.msgpack.encode(_Setup(token, self._streams)), timeout_s)
@@ -59,16 +64,18 @@ class TcpChannel(SocketChannel):
 
     def open_outlet(self, num_slabs: int, slab_bytes: int, timeout_s: float) -> TcpOutlet:
         deadline = time.monotonic() + timeout_s
+        if num_slabs * slab_bytes > MAX_LINK_BYTES:
+            raise ProtocolError(f"{num_slabs} slabs of {slab_bytes} bytes for one link")
         setup = self._setup(deadline)
         socks: list[socket.socket] = []
         try:
             for _ in range(setup.streams):
                 socks.append(self._dial_stream(setup.token, deadline))
+            return TcpOutlet(num_slabs, slab_bytes, socks, self.wake)
         except OSError as error:
             for sock in socks:
                 sock.close()
-            raise LinkLost(f"no data stream to the peer: {error}") from None
-        return TcpOutlet(num_slabs, slab_bytes, socks, self.wake)
+            raise LinkLost(f"no data path to the peer: {error}") from None
 
     def _setup(self, deadline: float) -> _Setup:
         while (left_s := deadline - time.monotonic()) > 0:
@@ -83,13 +90,9 @@ class TcpChannel(SocketChannel):
     def _dial_stream(self, token: bytes, deadline: float) -> socket.socket:
         """A stream to where the control channel goes. Raises OSError."""
         control = self.frames.sock
-        sock = socket.socket(control.family, socket.SOCK_STREAM)
+        sock = dial(control.family, control.getpeername(), deadline - time.monotonic())
         try:
-            sock.settimeout(max(0.001, deadline - time.monotonic()))
-            sock.connect(control.getpeername())
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.sendall(DATA + token)
-            sock.settimeout(None)
         except OSError:
             sock.close()
             raise

@@ -8,6 +8,7 @@ or nothing in time, is shown out.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import socket
 import threading
@@ -16,6 +17,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from kvferry.core.errors import LinkLost
+from kvferry.kv_transfer.control import PAUSE_S
 from kvferry.kv_transfer.framing import Wakeup
 from kvferry.kv_transfer.transport import Channel
 
@@ -25,7 +28,6 @@ TOKEN_BYTES = 32
 MAX_STRANGERS = 64
 """Connections that have not said yet what they are, and control channels not accepted yet, at most:
 of the first the oldest gives way, of the second the newest."""
-_PAUSE_S = 0.05
 _BACKLOG = 64
 
 
@@ -118,7 +120,7 @@ class TcpListener:
                     if fd in self._strangers:
                         self._hear(self._strangers[fd])
                 if self._sock.fileno() in ready and not self._admit():
-                    resume_at = time.monotonic() + _PAUSE_S
+                    resume_at = time.monotonic() + PAUSE_S
                 self._expire()
         finally:
             self._shut()
@@ -158,10 +160,11 @@ class TcpListener:
 
     def _open(self, stranger: _Stranger) -> None:
         del self._strangers[stranger.sock.fileno()]
-        stranger.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with self._changed:
             if len(self._waiting) < MAX_STRANGERS and not self._stopped:
-                self._waiting.append(self._channel(stranger.sock, self))
+                # LinkLost: out of descriptors, and the socket is closed.
+                with contextlib.suppress(LinkLost):
+                    self._waiting.append(self._channel(stranger.sock, self))
                 self._changed.notify_all()
                 return
         stranger.sock.close()

@@ -19,6 +19,11 @@ from kvferry.core.errors import LinkLost, ProtocolError
 
 _FRAME = struct.Struct("!QIQ")
 _SCRATCH_BYTES = 256 << 10
+_DEAD_AFTER_S = 10
+"""A stream whose peer acknowledges nothing for so long is given up."""
+_LOCAL_BUFFER = 256 << 10
+"""Socket buffers within one host: what waits in them is still in the cache when it is read. Between
+hosts the kernel finds the size for itself, up to ``net.ipv4.tcp_[rw]mem``."""
 
 
 class _Memory:
@@ -50,13 +55,19 @@ class _Streams:
     def start(self, sock: socket.socket, work: Callable[[socket.socket], None], name: str) -> None:
         """Run ``work`` over a connection on a thread, until it raises. Takes ownership."""
         thread = threading.Thread(target=self._run, args=(work, sock), name=name)
-        with self.changed:
-            if self.broken is not None:
-                sock.close()
-                return
-            self._socks.append(sock)
-            self._threads.append(thread)
-            thread.start()
+        try:
+            _tune(sock)
+            with self.changed:
+                if self.broken is None:
+                    thread.start()
+                    self._socks.append(sock)
+                    self._threads.append(thread)
+                    return
+        except (OSError, RuntimeError) as error:
+            # The peer is gone already, or there is no thread to be had.
+            self.stop(str(error))
+            self.wake()
+        sock.close()
 
     def check(self) -> None:
         """Raises LinkLost when a stream broke."""
@@ -157,7 +168,6 @@ class TcpInlet(_Memory):
 
     def attach(self, sock: socket.socket) -> None:
         """Serve one more stream. Takes ownership."""
-        sock.setblocking(True)
         self._streams.start(sock, self._work, "kv-tcp-inlet")
 
     def grant(self, slab: int, grant: int) -> None:
@@ -219,6 +229,27 @@ class TcpInlet(_Memory):
             if self._granted[slab] == grant:
                 self._landed[slab] = nbytes
             self._streams.changed.notify_all()
+
+
+def _tune(sock: socket.socket) -> None:
+    """Blocking, prompt, and watched by the kernel. Raises OSError."""
+    sock.settimeout(None)
+    tcp = socket.IPPROTO_TCP
+    sock.setsockopt(tcp, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, _DEAD_AFTER_S // 2),
+        (socket.TCP_KEEPINTVL, 1),
+        (socket.TCP_KEEPCNT, _DEAD_AFTER_S // 2),
+        (socket.TCP_USER_TIMEOUT, 1000 * _DEAD_AFTER_S),
+    ):
+        sock.setsockopt(tcp, option, value)
+    if sock.getsockname()[0] == sock.getpeername()[0]:
+        for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            sock.setsockopt(socket.SOL_SOCKET, buffer, _LOCAL_BUFFER)
+        with contextlib.suppress(OSError):
+            # No network, no congestion: and a scheme that paces halves the rate.
+            sock.setsockopt(tcp, socket.TCP_CONGESTION, b"reno")
 
 
 def _receive(sock: socket.socket, into: memoryview) -> None:

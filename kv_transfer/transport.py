@@ -83,10 +83,8 @@ class Inlet(Protocol):
         ...
 
     def grant(self, slab: int, grant: int) -> None:
-        """From now on bytes may arrive in this slab under this grant, and under no other.
-
-        Called again with the same number before a slab is asked for once more: what came under it
-        so far counts as not arrived.
+        """From now on bytes may arrive in this slab under this grant, once, and under no other.
+        Numbers only rise.
         """
         ...
 
