@@ -14,7 +14,7 @@ from kvferry.kernels.kv_pack.host import gather, host_shape, scatter
 from kvferry.kernels.kv_pack.host_digest import HOST_DIGESTS
 from kvferry.kernels.kv_pack.slab import KvSlots, Tokens
 from kvferry.kv_transfer.jobs import BlockTable
-from kvferry.kv_transfer.layout import QUANTISED_BYTES, KvLayout
+from kvferry.kv_transfer.layout import QUANTISED_BYTES, KvLayout, Shard
 from kvferry.kv_transfer.plan import SlabMove
 from kvferry.kv_transfer.transport import Slab
 
@@ -80,22 +80,14 @@ class PagedKvMemory:
         rank: int = 0,
         scales: torch.Tensor | None = None,
     ) -> None:
-        shard = layout.shard(rank)
-        num_slots = len(generations) * layout.block_size
-        shape = (shard.layers.length, 2, num_slots, shard.heads.length)
-        _check("slots", slots, (*shape, layout.head_dim), layout.dtype)
-        if (scales is not None) != (layout.dtype in QUANTISED_BYTES):
-            raise ValueError(f"scales: a cache of {layout.dtype} has them, or not")
-        if scales is not None:
-            _check("scales", scales, shape, "float32")
+        self._kv = KvSlots(slots, scales)
+        self._shard = check_shard(self._kv, layout, rank, len(generations))
         self.layout = layout
         self.rank = rank
         # 32-bit words are what multiply_sum adds up.
         self.digests = tuple(
             scheme for scheme in HOST_DIGESTS if scheme == "xxh3" or layout.head_dim % 4 == 0
         )
-        self._kv = KvSlots(slots, scales)
-        self._shard = shard
         self._generations = generations
 
     def is_fresh(self, blocks: BlockTable, move: SlabMove) -> bool:
@@ -129,6 +121,18 @@ class PagedKvMemory:
         shape = host_shape(self._kv, tokens, layers, heads, wire)
         digests = HOST_DIGESTS[form.digest](shape, move.index)
         return function(self._kv, tokens, layers, heads, wire, slab, digests)
+
+
+def check_shard(kv: KvSlots, layout: KvLayout, rank: int, num_blocks: int) -> Shard:
+    """What a rank holds. Raises ValueError unless its cache is that of the layout."""
+    shard = layout.shard(rank)
+    shape = (shard.layers.length, 2, num_blocks * layout.block_size, shard.heads.length)
+    _check("slots", kv.elements, (*shape, layout.head_dim), layout.dtype)
+    if (kv.scales is not None) != (layout.dtype in QUANTISED_BYTES):
+        raise ValueError(f"scales: a cache of {layout.dtype} has them, or not")
+    if kv.scales is not None:
+        _check("scales", kv.scales, shape, "float32")
+    return shard
 
 
 def _check(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: str) -> None:

@@ -115,7 +115,9 @@ class NcclGroup:
         operation.wait()
 
     def memory(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        # What torch hands out on another stream may still be in use there.
+        with torch.cuda.stream(self._stream):
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def send(self, slab: torch.Tensor, nbytes: int) -> Operation:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):

@@ -1,0 +1,131 @@
+"""The paged KV cache of one rank on a device: ``memory.KvMemory`` by the kernels of ``kv_pack``.
+
+1. A pack or scatter takes a lane: a high-priority stream with staging of its own. So links do not
+   wait for one another.
+2. The stream, and no thread, waits for the event with which the runner says that layers are
+   computed. The compute stream waits for nothing.
+3. Gather or scatter, the digest on the way, and the check of the blocks' generations are one
+   kernel. Slabs on the device are filled or read in place; those in host memory go by way of pinned
+   staging, in one asynchronous copy.
+4. The sums of the tiles come back by an asynchronous copy, for which the link's thread waits.
+
+A scatter's event, for which the compute stream has to wait before it reads the blocks, goes to
+``on_scatter`` as soon as it is enqueued.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvferry.kernels.kv_pack.digest import digests
+from kvferry.kernels.kv_pack.slab import KvSlots, Range, Tokens, slab_shape
+from kvferry.kernels.kv_pack.wrapper import gather, scatter
+from kvferry.kv_transfer.device_lane import Lane
+from kvferry.kv_transfer.device_stream import CudaRuntime, DeviceRuntime, Event
+from kvferry.kv_transfer.jobs import BlockTable
+from kvferry.kv_transfer.layout import KvLayout
+from kvferry.kv_transfer.memory import Form, check_shard
+from kvferry.kv_transfer.plan import SlabMove
+from kvferry.kv_transfer.transport import Slab
+
+DIGEST = "multiply_sum"
+Kernel = Callable[[KvSlots, Tokens, Range, Range, torch.dtype, torch.Tensor], torch.Tensor]
+
+
+class DeviceKvMemory:
+    """The shard of one rank in device memory. Any number of threads may pack and scatter.
+
+    slots, scales, generations: as ``memory.PagedKvMemory`` has them, but slots and scales are on
+    the device. Raises ValueError when they do not fit the layout, or the kernels.
+    """
+
+    digests = (DIGEST,)
+
+    def __init__(
+        self,
+        slots: torch.Tensor,
+        layout: KvLayout,
+        generations: NDArray[np.uint32],
+        *,
+        rank: int = 0,
+        scales: torch.Tensor | None = None,
+        runtime: DeviceRuntime | None = None,
+        on_scatter: Callable[[Event], None] = lambda event: None,
+    ) -> None:
+        self._kv = KvSlots(slots, scales)
+        self._shard = check_shard(self._kv, layout, rank, len(generations))
+        self._kv.check()
+        self.layout = layout
+        self.rank = rank
+        self._generations = generations
+        self._runtime = runtime or CudaRuntime(slots.device)
+        self._on_scatter = on_scatter
+        self._lock = threading.Lock()
+        self._idle: list[Lane] = []
+
+    def is_fresh(self, blocks: BlockTable, move: SlabMove) -> bool:
+        return blocks.is_fresh(self._generations, move.tokens, self.layout.block_size)
+
+    def pack(
+        self, blocks: BlockTable, move: SlabMove, form: Form, slab: Slab, after: object = None
+    ) -> list[int]:
+        with self._lane() as lane:
+            if after is not None:
+                lane.stream.wait_for(after)
+            on_device = lane.slab_for(slab, move.nbytes)
+            self._enqueue(gather, lane, blocks, move, form, on_device)
+            lane.fetch(slab)
+            return self._finish(lane, blocks, move)
+
+    def scatter(self, blocks: BlockTable, move: SlabMove, form: Form, slab: Slab) -> list[int]:
+        with self._lane() as lane:
+            on_device = lane.slab_for(slab, move.nbytes)
+            lane.bring(slab)
+            self._enqueue(scatter, lane, blocks, move, form, on_device)
+            self._on_scatter(lane.stream.record())
+            return self._finish(lane, blocks, move)
+
+    @contextmanager
+    def _lane(self) -> Iterator[Lane]:
+        """An idle lane, or a new one. One that broke is not used again."""
+        with self._lock:
+            lane = self._idle.pop() if self._idle else None
+        if lane is None:
+            lane = Lane(self._runtime)
+        yield lane
+        with self._lock:
+            self._idle.append(lane)
+
+    def _enqueue(
+        self,
+        kernel: Kernel,
+        lane: Lane,
+        blocks: BlockTable,
+        move: SlabMove,
+        form: Form,
+        slab: torch.Tensor,
+    ) -> None:
+        if form.digest != DIGEST:
+            raise ValueError(f"digest: {form.digest} is not computed on a device")
+        tokens = lane.upload(blocks, move.tokens, self.layout.block_size, self._generations)
+        layers = move.layers.relative_to(self._shard.layers.begin)
+        heads = move.heads.relative_to(self._shard.heads.begin)
+        wire = getattr(torch, form.wire)
+        num_tiles = slab_shape(self._kv, tokens, layers, heads, wire).cut.num_tiles
+        lane.run(lambda: kernel(self._kv, tokens, layers, heads, wire, slab), 1 + num_tiles)
+
+    def _finish(self, lane: Lane, blocks: BlockTable, move: SlabMove) -> list[int]:
+        """Wait; the digests. A stale block is what the caller looks for before and after.
+
+        Raises IndexError for a block outside the cache.
+        """
+        totals = lane.finish()
+        if totals[0] and self.is_fresh(blocks, move):
+            raise IndexError("a block is outside the cache")
+        return digests(totals[1:], move.index)
