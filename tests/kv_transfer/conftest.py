@@ -209,6 +209,20 @@ def make_shm_pair() -> Iterator[PairFactory]:
 
 
 @pytest.fixture
+def pairs_over() -> Iterator[Callable[[str], PairFactory]]:
+    """Factories by the name of the transport."""
+    factories: list[PairFactory] = []
+
+    def over(transport: str) -> PairFactory:
+        factories.append(PairFactory(transport))
+        return factories[-1]
+
+    yield over
+    for factory in factories:
+        factory.close()
+
+
+@pytest.fixture
 def make_loopback_pair() -> Iterator[PairFactory]:
     factory = PairFactory("loopback")
     yield factory
