@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from kvferry.core.errors import TransferFailed
 from kvferry.core.ids import AttemptKey, Incarnation
+from kvferry.kv_transfer.choices import Choices
 from kvferry.kv_transfer.endpoints import connect as connect_any
 from kvferry.kv_transfer.handshake import LinkOptions
 from kvferry.kv_transfer.jobs import Reason, SendEvent, SendJob
@@ -23,8 +24,10 @@ from kvferry.kv_transfer.layout import KvLayout, Shard, head_nbytes
 from kvferry.kv_transfer.memory import KvMemory
 from kvferry.kv_transfer.outgoing import Owed, Progress, Transfer, TransferTable
 from kvferry.kv_transfer.plan import parts, wire_dtype
+from kvferry.kv_transfer.probe import measure
+from kvferry.kv_transfer.prober import Probed, Prober
 from kvferry.kv_transfer.push import Prompt, Push, PushPolicy
-from kvferry.kv_transfer.sender_link import Choose, SenderLink, SenderParts, choose_first
+from kvferry.kv_transfer.sender_link import SenderLink, SenderParts
 from kvferry.kv_transfer.transport import Connect
 
 
@@ -45,13 +48,31 @@ class KvSender:
         on_event: Callable[[SendEvent], None],
         connect: Connect = connect_any,
         clock: Callable[[], float] = time.monotonic,
-        choose: Choose = choose_first,
         push: Push = Push.AUTO,
+        choices: Choices | None = None,
+        on_probed: Callable[[Probed], None] = lambda probed: None,
     ) -> None:
+        """``on_probed`` hears what ``probe`` found, on a thread of its own."""
+        self.choices = choices = choices or Choices()
         self._memory = memory
         self._push = PushPolicy(push)
         self._table = TransferTable(on_event, clock, options.progress_timeout_s, self._learn)
-        self._parts = SenderParts(memory, self._table, options, connect, choose, clock)
+        self._parts = SenderParts(
+            memory,
+            self._table,
+            options,
+            connect,
+            choices.choose,
+            clock,
+            failed=self._failed,
+            works=choices.works,
+        )
+        self._prober = Prober(
+            choices,
+            lambda endpoint: measure(endpoint, connect, options, memory.rank, memory.digests),
+            self._probed,
+        )
+        self._on_probed = on_probed
         self._clock = clock
         self._lock = threading.Lock()
         self._links: dict[Peer, _LinkThread] = {}
@@ -111,6 +132,12 @@ class KvSender:
         for transfer in self._table.abort(key):
             transfer.wake()
 
+    def probe(self, peer: Incarnation, rank: int, endpoints: tuple[str, ...]) -> None:
+        """Measure all paths to a rank of a receiver and prefer the fastest from then on. Does not
+        wait; disturbs no transfer.
+        """
+        self._prober.probe(peer, rank, endpoints)
+
     def close(self, timeout_s: float = 10.0) -> None:
         """Fail live transfers, close all links, join the threads.
 
@@ -126,6 +153,25 @@ class KvSender:
             thread.join(max(0.0, deadline - time.monotonic()))
             if thread.is_alive():
                 raise TimeoutError(f"{thread.name} does not end")
+        self._prober.close(max(0.0, deadline - time.monotonic()))
+
+    def _failed(
+        self, peer: Incarnation, rank: int, endpoints: tuple[str, ...], endpoint: str, why: str
+    ) -> bool:
+        """A path broke. Whether there is another."""
+        path = self.choices.failed(peer, rank, endpoint, why)
+        has_other = self.choices.has_other(peer, rank)
+        if path is not None and has_other:
+            self._prober.broken(path, endpoints)
+        return has_other
+
+    def _probed(self, probed: Probed) -> None:
+        chosen = next((path.endpoint for path in probed.paths if path.chosen), "")
+        with self._lock:
+            entry = self._links.get(Peer(probed.peer, probed.rank))
+        if entry is not None:
+            entry.link.prefer(chosen)
+        self._on_probed(probed)
 
     def _owed(self, job: SendJob) -> Owed:
         """Raises TransferFailed for layouts or types that cannot be bridged."""

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -39,6 +40,33 @@ def choose_first(peer: Incarnation, rank: int, endpoints: tuple[str, ...]) -> st
     return endpoints[0]
 
 
+class Failed(Protocol):
+    """Hears of a link that broke before it moved anything, or could not be opened."""
+
+    def __call__(
+        self, peer: Incarnation, rank: int, endpoints: tuple[str, ...], endpoint: str, why: str
+    ) -> bool:
+        """Whether ``Choose`` has another endpoint now."""
+        ...
+
+
+class Works(Protocol):
+    """Hears of a link that moved something."""
+
+    def __call__(self, peer: Incarnation, rank: int, endpoint: str) -> None: ...
+
+
+def no_other(
+    peer: Incarnation, rank: int, endpoints: tuple[str, ...], endpoint: str, why: str
+) -> bool:
+    """There is one endpoint and no other."""
+    return False
+
+
+def note_nothing(peer: Incarnation, rank: int, endpoint: str) -> None:
+    """Where nobody chooses, nobody wants to know."""
+
+
 @dataclass(frozen=True, slots=True)
 class SenderParts:
     """What all links of a sender share."""
@@ -49,10 +77,12 @@ class SenderParts:
     connect: Connect
     choose: Choose
     clock: Callable[[], float] = time.monotonic
+    failed: Failed = no_other
+    works: Works = note_nothing
 
 
 class SenderLink:
-    """All but ``post``, ``wake`` and ``stop`` belongs to the thread that calls ``run``."""
+    """All of it but ``post``, ``wake``, ``prefer`` and ``stop`` belongs to ``run``'s thread."""
 
     def __init__(self, peer: Incarnation, rank: int, parts: SenderParts) -> None:
         """``rank``: the receiver's."""
@@ -63,6 +93,9 @@ class SenderLink:
         self._parts = parts
         self._endpoints: tuple[str, ...] = ()
         """Of the newest job."""
+        self._endpoint = ""
+        """Of the link that is open, or was last."""
+        self._preferred = ""
         self._stopping = threading.Event()
         self._channel: Channel | None = None
 
@@ -76,6 +109,11 @@ class SenderLink:
         channel = self._channel
         if channel is not None:
             channel.wake()
+
+    def prefer(self, endpoint: str) -> None:
+        """Leave for this endpoint when nothing is under way. Any thread may call it."""
+        self._preferred = endpoint
+        self.wake()
 
     def stop(self) -> None:
         """End soon; live transfers fail."""
@@ -147,27 +185,47 @@ class SenderLink:
         self.transfers.clear()
 
     def _open_and_serve(self) -> None:
-        """One connection, until it is lost or the link stopped.
+        """One connection, until it is lost, another is preferred or the link stopped.
 
         Raises LinkLost, LinkRefused, ProtocolError.
         """
         self.admit()
-        parts, options = self._parts, self._parts.options
-        endpoint = parts.choose(self.peer, self.rank, self._endpoints)
-        channel = self._channel = parts.connect(endpoint, options.silence_s)
+        parts, whom = self._parts, (self.peer, self.rank)
+        endpoint = self._endpoint = parts.choose(*whom, self._endpoints)
+        self._preferred = ""
+        session: SenderSession | None = None
         try:
-            memory = parts.memory
-            greeted = introduce(channel, options, memory.rank, memory.digests)
-            self._serve(channel, self.session(channel, greeted))
+            with closing(parts.connect(endpoint, parts.options.silence_s)) as channel:
+                session = self._open(channel)
+                self._serve(channel, session)
+        except (LinkLost, ProtocolError) as error:
+            if session is not None and (session.has_moved or not self.transfers):
+                raise
+            others = parts.failed(*whom, self._endpoints, endpoint, str(error))
+            if others and isinstance(error, LinkRefused):
+                # Not the peer refuses, but this way to it.
+                raise LinkLost(str(error)) from error
+            raise
         finally:
             self._channel = None
-            channel.close()
+            if session is not None and session.has_moved:
+                parts.works(*whom, endpoint)
+
+    def _open(self, channel: Channel) -> SenderSession:
+        self._channel = channel
+        memory, options = self._parts.memory, self._parts.options
+        return self.session(channel, introduce(channel, options, memory.rank, memory.digests))
 
     def _serve(self, channel: Channel, session: SenderSession) -> None:
         try:
-            while not self._stopping.is_set():
+            while not self._stopping.is_set() and not self._is_leaving:
                 frame = channel.receive(session.turn())
                 if frame is not None:
                     session.handle(frame)
         finally:
             session.close()
+
+    @property
+    def _is_leaving(self) -> bool:
+        is_idle = not self.transfers and not self.inbox
+        return is_idle and self._preferred not in ("", self._endpoint)

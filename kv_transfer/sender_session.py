@@ -75,6 +75,8 @@ class SenderSession:
         self._slabs = GrantedSlabs(greeted, memory, table, self._send, clock)
         self._heard_s = self._sent_s = clock()
         self._sweep_s = -math.inf
+        self.has_moved = False
+        """Whether the receiver has verified anything that came this way."""
         for transfer in self._transfers.values():
             self._offer(transfer)
 
@@ -179,6 +181,7 @@ class SenderSession:
         transfer = self._slabs.settle(ack.grant, ack.index)
         if transfer is None:
             return
+        self.has_moved = True
         self._table.moved(transfer)
         transfer.ack(ack.index)
         if transfer.is_acked:

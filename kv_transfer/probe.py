@@ -1,0 +1,210 @@
+"""Measures the path to a receiver over a link of its own: slabs are filled, moved, verified and
+acknowledged as those of transfers are, as fast as it goes, for a moment.
+
+A probe takes slab memory that no lease wants just then, and ends after a bounded time whatever the
+peer does.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import xxhash
+
+from kvferry.core.errors import LinkLost, ProtocolError
+from kvferry.kv_transfer.handshake import Greeted, LinkOptions, introduce
+from kvferry.kv_transfer.messages import (
+    Ack,
+    Beat,
+    Credit,
+    Measure,
+    Message,
+    Pull,
+    Resend,
+    Sample,
+    decode_to_sender,
+    encode,
+)
+from kvferry.kv_transfer.transport import Channel, Connect
+
+PINGS = 4
+PING_BYTES = 64
+MAX_SAMPLES = 64
+MEASURE_S = 0.04
+"""Samples are sent for so long."""
+TURN_S = 8.0
+"""A receiver that lets others probe for so long is not waited for."""
+ANSWER_S = 2.0
+"""Longest wait for anything else."""
+POLL_S = 0.001
+"""Between two looks at slabs in flight, should their data path not wake us."""
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """What a path was found to do."""
+
+    bytes_per_s: float
+    """Of slabs filled and verified."""
+    bare_bytes_per_s: float
+    """Of slabs neither filled nor verified."""
+    round_trip_s: float
+
+
+def measure(
+    endpoint: str,
+    connect: Connect,
+    options: LinkOptions,
+    rank: int,
+    digests: Sequence[str],
+    clock: Callable[[], float] = time.monotonic,
+) -> Speed:
+    """Open a link and measure it. Raises LinkLost, LinkRefused, ProtocolError."""
+    channel = connect(endpoint, ANSWER_S)
+    try:
+        greeted = introduce(channel, replace(options, silence_s=ANSWER_S), rank, digests)
+        try:
+            return _Probe(channel, greeted, options.beat_s, clock).run()
+        finally:
+            greeted.outlet.close()
+    finally:
+        channel.close()
+
+
+@dataclass(slots=True)
+class _Filled:
+    """A sample in granted memory."""
+
+    message: Sample
+    is_flying: bool = False
+
+
+class _Probe:
+    """One link that measures."""
+
+    def __init__(
+        self, channel: Channel, greeted: Greeted, beat_s: float, clock: Callable[[], float]
+    ) -> None:
+        self._channel = channel
+        self._outlet = greeted.outlet
+        self._slab_bytes = greeted.slab_bytes
+        self._beat_s = beat_s
+        self._clock = clock
+        contents = np.frombuffer(secrets.token_bytes(greeted.slab_bytes), np.uint8)
+        self._contents = contents.copy()
+        self._filled: dict[int, _Filled] = {}
+        """By grant."""
+        self._credits: deque[Credit] = deque()
+        self._num_filled = 0
+        self._sent_s = clock()
+
+    def run(self) -> Speed:
+        self._send(Measure(slabs=PINGS + 2 * MAX_SAMPLES))
+        self._until(lambda: bool(self._credits), TURN_S)
+        round_trips = []
+        for _ in range(PINGS):
+            self._until(lambda: bool(self._credits), ANSWER_S)
+            started_s = self._clock()
+            self._fill(PING_BYTES)
+            self._until(lambda: not self._filled, ANSWER_S)
+            round_trips.append(self._clock() - started_s)
+        return Speed(self._stream(), self._stream(bare=True), min(round_trips))
+
+    def _stream(self, *, bare: bool = False) -> float:
+        """Bytes per second of whole slabs, as many at once as are granted."""
+        started_s, before = self._clock(), self._num_filled
+        stop_s = started_s + MEASURE_S
+
+        def goes_on() -> bool:
+            num_left = before + MAX_SAMPLES - self._num_filled
+            return self._num_filled == before or (num_left > 0 and self._clock() < stop_s)
+
+        while goes_on():
+            if self._credits:
+                self._fill(self._slab_bytes, bare=bare)
+            else:
+                self._until(lambda: bool(self._credits) or not goes_on(), ANSWER_S)
+        self._until(lambda: not self._filled, ANSWER_S)
+        nbytes = (self._num_filled - before) * self._slab_bytes
+        return nbytes / max(self._clock() - started_s, 1e-9)
+
+    def _fill(self, nbytes: int, *, bare: bool = False) -> None:
+        """Use the next credit."""
+        credit = self._credits.popleft()
+        digest = 0
+        if not bare:
+            slab, contents = self._outlet.slab(credit.slab)[:nbytes], self._contents[:nbytes]
+            if self._outlet.is_device:
+                slab.copy_(torch.from_numpy(contents))
+            else:
+                np.copyto(np.frombuffer(slab, np.uint8), contents)
+            digest = xxhash.xxh3_64_intdigest(memoryview(contents))
+        sample = Sample(
+            slab=credit.slab,
+            grant=credit.grant,
+            index=self._num_filled,
+            nbytes=nbytes,
+            digest=digest,
+        )
+        self._num_filled += 1
+        filled = self._filled[credit.grant] = _Filled(sample)
+        if self._outlet.is_pulled:
+            self._send(sample)
+        else:
+            self._push(filled)
+
+    def _push(self, filled: _Filled) -> None:
+        sample = filled.message
+        filled.is_flying = True
+        self._outlet.push(sample.slab, sample.grant, sample.nbytes)
+        self._land()
+
+    def _land(self) -> bool:
+        """Announce what has arrived. Whether more is in flight."""
+        for filled in self._filled.values():
+            if filled.is_flying and not self._outlet.in_flight(filled.message.slab):
+                filled.is_flying = False
+                if not self._outlet.is_pulled:
+                    self._send(filled.message)
+        return any(filled.is_flying for filled in self._filled.values())
+
+    def _until(self, is_done: Callable[[], bool], timeout_s: float) -> None:
+        """Raises LinkLost after ``timeout_s``, or when the link breaks; ProtocolError."""
+        deadline = self._clock() + timeout_s
+        while not is_done():
+            now = self._clock()
+            if now >= deadline:
+                raise LinkLost("the probe got no answer in time")
+            if now >= self._sent_s + self._beat_s:
+                self._send(Beat())
+            wait_s = min(deadline, self._sent_s + self._beat_s) - now
+            frame = self._channel.receive(POLL_S if self._land() else wait_s)
+            if frame is not None:
+                self._handle(frame)
+
+    def _handle(self, frame: bytes) -> None:
+        message = decode_to_sender(frame)
+        match message:
+            case Credit():
+                self._credits.append(message)
+            case Pull():
+                filled = self._filled.get(message.grant)
+                if filled is None:
+                    raise ProtocolError("a pull of a slab that was not announced")
+                self._push(filled)
+            case Ack():
+                self._filled.pop(message.grant, None)
+            case Resend():
+                raise LinkLost("it damages slabs")
+            case _:
+                pass
+
+    def _send(self, message: Message) -> None:
+        self._channel.send(encode(message), ANSWER_S)
+        self._sent_s = self._clock()
