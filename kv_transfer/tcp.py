@@ -23,7 +23,7 @@ MAX_LINK_BYTES = 4 << 30
 _SETUP_LIMIT = 256
 
 
-class _Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _Setup(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Receiver to sender, once, over the control channel: dial so many streams with this token."""
 
     token: Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
