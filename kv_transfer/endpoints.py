@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvferry.core.errors import LinkRefused
-from kvferry.kv_transfer import loopback, process_group, shm, tcp
+from kvferry.kv_transfer import loopback, nixl, process_group, shm, tcp
+from kvferry.kv_transfer.nixl_agent import why_not as why_not_nixl
 from kvferry.kv_transfer.torch_groups import why_not_gloo, why_not_nccl
 from kvferry.kv_transfer.transport import Channel, Connect, Listener
 
@@ -74,6 +75,14 @@ TRANSPORTS = {
             lambda options: process_group.listen_nccl(options.host),
             process_group.connect_nccl,
             why_not_nccl,
+            authenticates=False,
+        ),
+        Transport(
+            "nixl",
+            Medium.NETWORK,
+            lambda options: nixl.listen_nixl(options.host),
+            nixl.connect_nixl,
+            why_not_nixl,
             authenticates=False,
         ),
     )

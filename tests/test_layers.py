@@ -39,6 +39,7 @@ RANKS = {
 
 # Imports inside functions, each with the reason why it cannot stand at the top of its file.
 HELP_IS_INSTANT = "`kvferry --help` must not wait for a heavy third party"
+NIXL_IS_OPTIONAL = "NIXL comes with the extra `rdma`, and starts a library of network drivers"
 GRPC_IS_QUIET = "gRPC reads how much to say when it is imported; main() sets that first"
 LAZY = {
     ("cli/generate.py", "kvferry.client.client"): GRPC_IS_QUIET,
@@ -47,6 +48,7 @@ LAZY = {
     ("cli/serve.py", "kvferry.cluster.system"): HELP_IS_INSTANT,
     ("cli/demo.py", "kvferry.cluster.system"): HELP_IS_INSTANT,
     ("cli/model.py", "kvferry.models.load"): HELP_IS_INSTANT,
+    ("kv_transfer/nixl_agent.py", "nixl_cu12"): NIXL_IS_OPTIONAL,
 }
 
 # Packages in which torch is never loaded, not even by what they import.

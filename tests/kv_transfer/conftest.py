@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from kvferry.core.ids import AttemptKey, Incarnation, LeaseId, RequestId
+from kvferry.kv_transfer.choices import Choices
 from kvferry.kv_transfer.endpoints import connect, listen
 from kvferry.kv_transfer.handshake import LinkOptions
 from kvferry.kv_transfer.jobs import BlockTable, ReceiveJob, SendJob
@@ -58,11 +59,12 @@ class Cache:
         rng = np.random.default_rng(seed)
         needed = -(-num_tokens // layout.block_size)
         num_blocks = needed + 3
+        shard = layout.shard(0)
         shape = (
-            layout.num_layers,
+            shard.layers.length,
             2,
             num_blocks * layout.block_size,
-            layout.num_kv_heads,
+            shard.heads.length,
             layout.head_dim,
         )
         dtype = getattr(torch, layout.dtype)
@@ -120,7 +122,14 @@ class Pair:
     def key(self, request: int = 1, attempt: int = 1) -> AttemptKey:
         return AttemptKey(Incarnation(9), RequestId(request), attempt)
 
-    def send(self, lease: int = 1, request: int = 1, attempt: int = 1, **changes: Any) -> None:
+    def send(self, **changes: Any) -> None:
+        self.sender.send(self.job(**changes))
+
+    def begin(self, **changes: Any) -> None:
+        """Nothing is computed yet."""
+        self.sender.begin(self.job(**changes))
+
+    def job(self, lease: int = 1, request: int = 1, attempt: int = 1, **changes: Any) -> SendJob:
         values: dict[str, Any] = {
             "peer": RECEIVER,
             "endpoints": self.receiver.endpoints,
@@ -131,7 +140,7 @@ class Pair:
             "chain_hash": b"h" * 16,
         }
         values |= changes
-        self.sender.send(SendJob(key=self.key(request, attempt), lease=LeaseId(lease), **values))
+        return SendJob(key=self.key(request, attempt), lease=LeaseId(lease), **values)
 
     def expect(self, lease: int = 1, request: int = 1, attempt: int = 1, **changes: Any) -> None:
         values: dict[str, Any] = {
@@ -167,10 +176,13 @@ class PairFactory:
         wrap: Callable[[Any], Any] = lambda channel: channel,
         wrap_source: Callable[[Any], Any] = lambda memory: memory,
         wrap_target: Callable[[Any], Any] = lambda memory: memory,
+        source_layout: dict[str, Any] | None = None,
         target_layout: dict[str, Any] | None = None,
+        push: Push = Push.AUTO,
         **options: Any,
     ) -> Pair:
-        source = Cache(make_layout(source_block), tokens.end, 1, fill=True)
+        source_shape = make_layout(source_block, **(source_layout or {}))
+        source = Cache(source_shape, tokens.end, 1, fill=True)
         layout = make_layout(target_block, **(target_layout or {}))
         target = Cache(layout, tokens.end, 2, fill=False)
         sent, received = Events(), Events()
@@ -183,6 +195,7 @@ class PairFactory:
             link_options,
             sent,
             lambda endpoint, timeout_s: wrap(connect(endpoint, timeout_s)),
+            choices=Choices(trusted_network=True),
         )
         pair = Pair(source, target, sender, receiver, sent, received, link_options, tokens)
         self.made.append(pair)
