@@ -64,7 +64,9 @@ class LeaseTable:
         self.counters = Counters()
 
     def expect(self, job: ReceiveJob) -> None:
-        """Register a live lease. Raises ValueError for a lease id that is already live."""
+        """Register a live lease. Raises ValueError for a lease id that is already live, KeyError
+        for an unknown element type.
+        """
         lease = Lease.of(job, self._layout, self._rank)
         with self._changing() as news:
             if job.lease in self._leases:

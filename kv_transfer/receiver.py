@@ -90,8 +90,8 @@ class KvReceiver:
     def expect(self, job: ReceiveJob) -> None:
         """Register a live lease before the sender hears of it.
 
-        Raises ValueError when its id is live already or no cache holds ``job.wire``, RuntimeError
-        after close.
+        Raises ValueError when its id is live already, KeyError for an unknown element type,
+        RuntimeError after close.
         """
         if self._closing.is_set():
             raise RuntimeError("the receiver is closed")

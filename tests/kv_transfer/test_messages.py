@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import zlib
 
 import msgspec
 import pytest
@@ -13,35 +14,38 @@ from kvferry.core.errors import ProtocolError
 from kvferry.core.ids import AttemptKey, Incarnation, RequestId
 from kvferry.kv_transfer import messages as m
 from kvferry.kv_transfer.jobs import Reason
-from kvferry.kv_transfer.plan import Span
+from kvferry.kv_transfer.layout import Span
 
 KEY = AttemptKey(Incarnation(2**63 - 1), RequestId(5), 2)
 HEADER = m.SlabHeader(
     key=KEY,
     lease=3,
     index=1,
-    count=4,
     layers=(0, 2),
     heads=(0, 3),
     tokens=(5, 90),
-    flavour="float32",
+    wire="float32",
     chain_hash=b"h" * 16,
     nbytes=123,
     digests=[0, 2**64 - 1],
 )
 TO_RECEIVER = [
-    m.Proof(nonce=b"n" * 32, mac=b"m" * 32, incarnation=1),
-    m.Offer(key=KEY, lease=3, slabs=4, nbytes=9),
+    m.Proof(nonce=b"n" * 32, mac=b"m" * 32, incarnation=1, rank=3, digests=["xxh3", "other"]),
+    m.Offer(key=KEY, lease=3, slabs=4, nbytes=9, ranks=2),
     m.Header(slab=0, grant=9, header=HEADER),
     m.Return(slab=1, grant=9),
+    m.Measure(slabs=8),
+    m.Sample(slab=1, grant=9, index=3, nbytes=100, digest=2**64 - 1),
 ]
 TO_SENDER = [
     m.Challenge(protocol=1, nonce=b"n" * 32),
-    m.Welcome(mac=b"m" * 32, incarnation=1, slab_bytes=8, num_slabs=2),
+    m.Welcome(mac=b"m" * 32, incarnation=1, slab_bytes=8, num_slabs=2, digest="xxh3"),
     m.Refused(detail="no"),
     m.Credit(lease=3, slab=1, grant=9),
     m.Ack(lease=3, index=1, grant=9),
     m.Resend(lease=3, index=1, grant=9),
+    m.Pull(slab=1, grant=9),
+    m.Missing(lease=3, begin=1, end=4),
     m.Complete(key=KEY, lease=3),
 ]
 BOTH = [m.Abort(key=KEY, lease=3, reason=Reason.STALE), m.Beat()]
@@ -70,14 +74,30 @@ def test_a_receiver_takes_no_message_of_a_receiver(message) -> None:
         m.decode_to_receiver(m.encode(message))
 
 
+def sealed(body: bytes) -> bytes:
+    """A frame whose checksum is right."""
+    return body + zlib.crc32(body).to_bytes(4, "big")
+
+
+@pytest.mark.parametrize("message", TO_RECEIVER + BOTH, ids=lambda x: type(x).__name__)
+def test_a_damaged_message_is_no_message(message) -> None:
+    frame = m.encode(message)
+    for place in range(len(frame)):
+        damaged = bytearray(frame)
+        damaged[place] ^= 0x04
+        with pytest.raises(ProtocolError, match="checksum"):
+            m.decode_to_receiver(bytes(damaged))
+
+
+@pytest.mark.parametrize("seal", [bytes, sealed], ids=["bare", "sealed"])
 @pytest.mark.parametrize(
     "frame",
     [
         b"",
         b"\xc1",
         pickle.dumps({"type": "beat"}),
-        m.encode(m.Beat()) + b"x",
-        m.encode(m.Offer(key=KEY, lease=3, slabs=4, nbytes=9))[:-1],
+        m.encode(m.Beat())[:-4] + b"x",
+        m.encode(m.Offer(key=KEY, lease=3, slabs=4, nbytes=9))[:-5],
         msgspec.msgpack.encode({"type": "beat", "more": 1}),
         msgspec.msgpack.encode(
             {"type": "offer", "key": [1, 2, 3], "lease": -1, "slabs": 4, "nbytes": 9}
@@ -89,15 +109,15 @@ def test_a_receiver_takes_no_message_of_a_receiver(message) -> None:
         b"\x91" * 100_000,
     ],
 )
-def test_what_is_no_message_is_refused(frame: bytes) -> None:
+def test_what_is_no_message_is_refused(frame: bytes, seal) -> None:
     with pytest.raises(ProtocolError):
-        m.decode_to_receiver(frame)
+        m.decode_to_receiver(seal(frame))
 
 
-@given(st.binary(max_size=300))
-def test_random_bytes_raise_nothing_else(frame: bytes) -> None:
+@given(st.binary(max_size=300), st.booleans())
+def test_random_bytes_raise_nothing_else(frame: bytes, is_sealed: bool) -> None:
     for decode in (m.decode_to_receiver, m.decode_to_sender):
         try:
-            decode(frame)
+            decode(sealed(frame) if is_sealed else frame)
         except ProtocolError:
             continue
