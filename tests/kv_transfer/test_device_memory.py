@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fake_device import FakeDevice, FakeEvent
+from fake_device import FakeDevice, FakeEvent, FakeStream
 from numpy.typing import NDArray
 
 from kvferry.kv_transfer.device_memory import DIGEST, DeviceKvMemory
@@ -178,14 +178,20 @@ def test_the_compute_stream_reads_after_the_scatters_event(device: FakeDevice) -
     slab = make_slab(move.nbytes, True)
     source.on_device(device).pack(source.blocks, move, form, slab)
     target = Cache(make_layout("float32"), fill=False)
-    compute, read = device.stream(), []
+    computes: list[FakeStream] = []
+    read: list[torch.Tensor] = []
 
     def step(event: FakeEvent) -> None:
-        compute.wait_for(event)
-        compute.enqueue(lambda: read.append(target.slots.clone()))
+        for compute in computes:
+            compute.wait_for(event)
+            compute.enqueue(lambda: read.append(target.slots.clone()))
 
-    target.on_device(device, on_scatter=step).scatter(target.blocks, move, form, slab)
-    compute.record().synchronize()
+    memory = target.on_device(device, on_scatter=step)
+    memory.scatter(target.blocks, move, form, torch.zeros_like(slab))
+    # The newest stream of the device runs as soon as its event lets it.
+    computes.append(device.stream())
+    memory.scatter(target.blocks, move, form, slab)
+    computes[0].record().synchronize()
     assert torch.equal(read[0], target.slots)
     assert target.slots.any()
 
@@ -207,12 +213,15 @@ def test_threads_have_lanes_of_their_own(device: FakeDevice) -> None:
     device.latest_first = False
     cache = Cache(make_layout("float32"))
     memory, host, form = cache.on_device(device), cache.on_host(), Form("float32", DIGEST)
-    moves = [make_move("float32", tokens=Span(n, 30 + 5 * n)) for n in range(6)]
+    moves = [make_move("float32", tokens=Span(n, 30 + 5 * n)) for n in range(3)]
     slabs = [make_slab(move.nbytes, False) for move in moves]
     got: dict[int, list[int]] = {}
+    together = threading.Barrier(len(moves), timeout=60.0)
 
     def run(number: int) -> None:
-        got[number] = memory.pack(cache.blocks, moves[number], form, slabs[number])
+        for _ in range(2):
+            together.wait()
+            got[number] = memory.pack(cache.blocks, moves[number], form, slabs[number])
 
     threads = [threading.Thread(target=run, args=(number,)) for number in range(len(moves))]
     for thread in threads:
