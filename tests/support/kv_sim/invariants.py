@@ -96,6 +96,10 @@ class Invariants:
             rest = worker.kv_at_rest()
             if rest:
                 return f"{worker.name}: {rest}"
+        dead = {worker.name for worker in self.world.all_workers if worker.dead}
+        for (name, key), count in self.ended.items():
+            if not count and name not in dead:
+                return f"{name}: the job of {key} has not ended"
         for request in self.world.requests():
             if not request.outcome:
                 return f"request {request.number} has not ended"
@@ -103,10 +107,6 @@ class Invariants:
 
     def check_end(self) -> None:
         """All faults are over and all is given back."""
-        dead = {w.name for w in self.world.all_workers if w.dead}
-        for (name, key), count in self.ended.items():
-            if not count and name not in dead:
-                self.world.violation(f"{name}: the job of {key} never ended")
         for request in self.world.requests():
             if request.outcome == "done" and request.output != request.expected:
                 self.world.violation(f"request {request.number}: ended with {request.output}")

@@ -132,6 +132,6 @@ class Link:
             self._receiving.links.remove(self)
             self._receiving.worker.retire(self._actor)
             return NEVER
-        if frame is not None:
+        if self._wire_end.inbox:
             return 0.0
         return min(max(wait_s, LEAST_WAIT_S), self._end.pump())

@@ -82,12 +82,17 @@ class Router:
         self.requests.append(request)
         spine = self._spines[request.number] = self._spine(request)
         self._resume(request, spine, None)
+        self.world.agenda.at(request.deadline_s, self._end, request, "deadline")
 
     def cancel(self, request: Request) -> None:
         """The client is gone."""
-        spine = self._spines.pop(request.number, None)
-        if spine is not None:
-            request.outcome = "cancelled"
+        self._end(request, "cancelled")
+
+    def _end(self, request: Request, outcome: str) -> None:
+        spine = self._spines.get(request.number)
+        if spine is not None and request in self.requests:
+            del self._spines[request.number]
+            request.outcome = outcome
             spine.close()
 
     def die(self) -> None:
@@ -264,9 +269,7 @@ class Router:
         self._add(request, done.token_id)
         return bool(done.finish_reason)
 
-    def _decode(
-        self, request: Request, sides: dict[Session, bool], decode: Session
-    ) -> Waiting:
+    def _decode(self, request: Request, sides: dict[Session, bool], decode: Session) -> Waiting:
         while True:
             reply = yield from self._reply(request, "tokens", "decode_ready", "sent")
             if reply.HasField("tokens"):
@@ -284,9 +287,7 @@ class Router:
             )
         request.tokens.append(token)
 
-    def _reply(
-        self, request: Request, *kinds: str
-    ) -> Generator[None, Item, pb.WorkerMessage]:
+    def _reply(self, request: Request, *kinds: str) -> Generator[None, Item, pb.WorkerMessage]:
         """The next reply, which must be one of ``kinds``. Raises AttemptOver, Refused."""
         item = yield
         if isinstance(item, str):

@@ -53,7 +53,7 @@ def run_schedule(seed: int, *, trace: bool = False) -> Result:
 def _play(world: World, result: Result) -> None:
     draw, agenda = world.random, world.agenda
     agenda.after(0.0, world.invariants.watch)
-    for _ in range(draw.randint(2, 6)):
+    for _ in range(draw.randint(2, 5)):
         agenda.at(draw.random() * FAULTY_S / 3, _arrive, world)
     faults, weights = list(WEIGHTS), list(WEIGHTS.values())
     num_faults = draw.choice(NUM_FAULTS)
@@ -65,7 +65,7 @@ def _play(world: World, result: Result) -> None:
         return
     if num_faults:
         agenda.pass_time(max(0.0, FAULTY_S - agenda.now))
-    _probe(world, result)
+        _probe(world, result)
     world.invariants.check_end()
     for request in world.requests():
         if not num_faults and request.outcome not in ("done", "deadline"):
@@ -90,6 +90,8 @@ def _rest(world: World) -> str:
 def _probe(world: World, result: Result) -> None:
     """With all faults over, requests run as if nothing had been: B005, B006."""
     world.calm()
+    while not world.is_whole():
+        world.agenda.pass_time(CHECK_S)
     probes = [world.draw_request(patient=True) for _ in range(2)]
     for probe in probes:
         world.submit(probe)

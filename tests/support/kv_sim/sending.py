@@ -91,6 +91,7 @@ class Link:
         self.channel: FaultyChannel | None = None
         self.peer = peer
         self._session: SenderSession | None = None
+        self._retry_at_s = 0.0
         memory = SlowMemory(worker)
         self._actor = memory.actor = worker.actor(self.name, self._turn)
         self.link = SenderLink(
@@ -125,6 +126,7 @@ class Link:
         wire = Wire(self.world, self.world.random.choice(self.world.transfer.paths))
         ours, theirs = make_link(wire)
         ours.actor = self._actor
+        self._end = ours
         channel = FaultyChannel(ours, LinkFaults(self.world.faults, Side.SENDER))
         admitted = worker.receiving.accept(self.worker, theirs)
         self.greeted = Greeted(
@@ -137,6 +139,8 @@ class Link:
         return channel
 
     def _turn(self) -> float:
+        if self._session is None and self.world.agenda.now < self._retry_at_s:
+            return self._retry_at_s - self.world.agenda.now
         try:
             if self._session is None:
                 self._open()
@@ -149,6 +153,7 @@ class Link:
             self._close()
             self.link.lost(str(error))
         if self.link.transfers or self.link.inbox:
+            self._retry_at_s = self.world.agenda.now + RETRY_S
             return RETRY_S
         self.sending.links.pop(self.peer, None)
         self.worker.retire(self._actor)
@@ -156,9 +161,7 @@ class Link:
 
     def _open(self) -> None:
         self.link.admit()
-        endpoint = next(
-            (t.job.endpoints[0] for t in reversed(self.link.transfers.values())), None
-        )
+        endpoint = next((t.job.endpoints[0] for t in reversed(self.link.transfers.values())), None)
         if endpoint is None:
             raise LinkLost("nothing to send")
         self.channel = self._connect(endpoint, self.world.options(self.worker).silence_s)
@@ -171,7 +174,7 @@ class Link:
         if frame is not None:
             self._session.handle(frame)
         wait_s = self._session.turn()
-        if frame is not None:
+        if self._end.inbox:
             return 0.0
         return min(max(wait_s, LEAST_WAIT_S), self.channel.pump())
 

@@ -56,13 +56,16 @@ class World:
         draw = self.random
         self.growth_tokens = draw.choice((1, 2, 4, 8))
         self.transfer = Transfer(
-            draw.choice((64, 96, 256, 1024)), draw.randint(1, 4), tuple(Path)
+            draw.choice((128, 384, 512, 1024, 4096)), draw.randint(1, 4), tuple(Path)
         )
         self._layerwise = draw.choice((0.0, 0.0, 100.0, NEVER))
         self.bad_until_s = self.sticky_until_s = 0.0
         self.chances = Chances({})
         self.faults = Faults(
-            self._bad_wire, seed=seed, clock=self.agenda.clock, delay_s=draw.choice((0.01, 0.2, 1.0))
+            self._bad_wire,
+            seed=seed,
+            clock=self.agenda.clock,
+            delay_s=draw.choice((0.01, 0.2, 1.0)),
         )
         self._incarnations = 0
         self.shapes = [
@@ -182,6 +185,16 @@ class World:
         for router in self.routers:
             router.renews = True
 
+    def is_whole(self) -> bool:
+        """Whether all workers run and every router has a session with each."""
+        workers = self.live_workers()
+        return len(workers) == len(self.shapes) and not any(
+            worker.paused or sum(s.routable and s.worker is worker for s in router.sessions) != 1
+            for router in self.routers
+            if not router.dead
+            for worker in workers
+        )
+
     def slab_sticks(self) -> bool:
         """Whether a slab that leaves now never arrives, and nobody is told."""
         return self.agenda.now < self.sticky_until_s and self.random.random() < 0.2
@@ -190,9 +203,7 @@ class World:
         return self.chances(point, random) if self.agenda.now < self.bad_until_s else None
 
     def listening_at(self, endpoint: str) -> Worker | None:
-        return next(
-            (w for w in self.live_workers(prefill=False) if w.endpoint == endpoint), None
-        )
+        return next((w for w in self.live_workers(prefill=False) if w.endpoint == endpoint), None)
 
     def requests(self) -> list[Request]:
         return [request for router in self.routers for request in router.requests]
