@@ -232,6 +232,8 @@ def _target_fault(prefill: pb.Prefill, source: KvLayout) -> str | None:
         return f"target: {target.cached_tokens} tokens are cached, the sequence has {length}"
     if not endpoints_of(target.endpoints, rank=0):
         return "target: it has no endpoint"
+    if not target.wire:
+        return "target: it names no element type"
     try:
         layout = layout_from_message(target.layout)
         check_compatible(source, layout)

@@ -164,7 +164,8 @@ class Router:
             for name in _SHAPE:
                 ours, theirs = getattr(other.hello.layout, name), getattr(hello.layout, name)
                 if ours != theirs:
-                    return f"its KV layout has {name} {theirs}, that of {other.worker_id} {ours}"
+                    where = f"that of {other.worker_id}"
+                    return f"its KV layout differs from {where}: {name} {theirs}, there {ours}"
         return ""
 
 

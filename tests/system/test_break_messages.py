@@ -138,28 +138,54 @@ async def test_ends_of_time(worker: str) -> None:
         assert [failed.kind for failed in intruder.heard("failed")] == ["deadline"] * 3
 
 
+LAYOUT = pb.KvLayout(
+    num_layers=2, num_kv_heads=1, head_dim=4, block_size=4, dtype="float64", tp=1, pp=1
+)
+
+
+def target(endpoint: str = "loopback:none", **fields: Any) -> pb.Target:
+    """Well-formed but for ``fields``."""
+    endpoints = [pb.KvEndpoint(endpoint=endpoint)]
+    whole = {"endpoints": endpoints, "lease": 1, "layout": LAYOUT, "wire": "float64", "peer": 5}
+    return pb.Target(**whole | fields)
+
+
+def layout(**changes: Any) -> pb.KvLayout:
+    changed = pb.KvLayout(**changes)
+    merged = pb.KvLayout()
+    merged.CopyFrom(LAYOUT)
+    merged.MergeFrom(changed)
+    return merged
+
+
 TARGETS = {
-    "no layout": pb.Target(endpoint="loopback:none", lease=1),
-    "an unknown type": pb.Target(
-        layout=pb.KvLayout(num_layers=2, num_kv_heads=1, head_dim=4, block_size=4, dtype="int7")
+    "no layout": target(layout=None),
+    "no ranks": target(layout=pb.KvLayout(num_layers=2, num_kv_heads=1, head_dim=4, block_size=4)),
+    "an unknown type": target(layout=layout(dtype="int7")),
+    "more stages than layers": target(layout=layout(pp=3)),
+    "other layers": target(layout=layout(num_layers=3)),
+    "other heads": target(layout=layout(num_kv_heads=2)),
+    "another head size": target(layout=layout(head_dim=8)),
+    "more cached than there is": target(cached_tokens=99),
+    "no endpoint": target(endpoints=[]),
+    "an endpoint of another rank alone": target(
+        endpoints=[pb.KvEndpoint(rank=1, endpoint="loopback:none")]
     ),
-    "more cached than there is": pb.Target(
-        cached_tokens=99,
-        layout=pb.KvLayout(num_layers=2, num_kv_heads=1, head_dim=4, block_size=4, dtype="float64"),
-    ),
+    "nothing on the wire": target(wire=""),
+    "an unknown type on the wire": target(wire="float7"),
 }
-LAYOUT = pb.KvLayout(num_layers=2, num_kv_heads=1, head_dim=4, block_size=4, dtype="float64")
 UNSENDABLE = {
-    "nobody's endpoint": pb.Target(endpoint="loopback:none", lease=1, layout=LAYOUT),
-    "no endpoint at all": pb.Target(endpoint="", lease=1, layout=LAYOUT),
-    "an odd endpoint": pb.Target(endpoint="\0://", lease=2**64 - 1, layout=LAYOUT),
+    "nobody's endpoint": target(),
+    "an empty endpoint": target(""),
+    "an odd endpoint": target("\0://", lease=2**64 - 1),
+    "an unknown transport": target("pigeon:coop"),
 }
 
 
 async def test_a_target_that_cannot_be_is_refused() -> None:
     async with attacked("prefill-0") as (system, intruder):
-        for number, target in enumerate(TARGETS.values(), start=1):
-            intruder.begin(pb.Key(request=number, attempt=1), spec(), target=target)
+        for number, wrong in enumerate(TARGETS.values(), start=1):
+            intruder.begin(pb.Key(request=number, attempt=1), spec(), target=wrong)
         await eventually(lambda: len(intruder.heard("failed")) == len(TARGETS))
         assert {failed.kind for failed in intruder.heard("failed")} == {"refused"}
         assert await system.generate(PROMPT) == expected(PROMPT, 8)
@@ -219,13 +245,13 @@ def chaos(rng: random.Random, worker: str) -> dict[str, Any]:
         max_tokens=rng.randrange(0, 30),
         deadline_s=rng.choice([60.0, 60.0, 0.01, math.inf]),
     )
-    target = pb.Target(endpoint="loopback:none", lease=rng.randrange(4), layout=LAYOUT)
+    nowhere = target(lease=rng.randrange(4))
     return rng.choice(
         [
             {"reserve": pb.Reserve(key=key, sequence=sequence, local=rng.random() < 0.5)},
             {"reserve": pb.Reserve(key=key, sequence=sequence, local=worker == "both-0")},
             {"prefill": pb.Prefill(key=key, sequence=sequence)},
-            {"prefill": pb.Prefill(key=key, sequence=sequence, target=target)},
+            {"prefill": pb.Prefill(key=key, sequence=sequence, target=nowhere)},
             {"start": pb.Start(key=key, token_id=rng.randrange(VOCAB_SIZE))},
             {"cancel": pb.Cancel(key=key)},
             {"renew": pb.Renew(keys=[key, pb.Key()])},

@@ -32,6 +32,7 @@ from kvferry.router.channel import GrpcDial
 from kvferry.router.index import PrefixIndex
 from kvferry.router.router import Router, WorkerAddress
 from kvferry.router.session import SessionContext, WorkerSession
+from kvferry.router.transfers import TransferTotals
 from kvferry.router.workers import Role, WorkerState, WorkerView
 
 pytestmark = pytest.mark.slow
@@ -130,6 +131,8 @@ async def watching(addresses: list[WorkerAddress]) -> AsyncIterator[Watcher]:
         index=index,
         accept=lambda view: "",
         changed=lambda: None,
+        transfers=TransferTotals(),
+        links=lambda view, links: None,
         beat_s=0.05,
         silence_s=5.0,
     )
@@ -209,20 +212,29 @@ async def overlap_is_found(router: Router, addresses: list[WorkerAddress], tiny:
 def misfits(tiny: TinyModel, other: TinyModel) -> dict[str, tuple[Backend, str]]:
     """What must not join a prefill worker of the tiny model in float64, and the reason."""
     good = tiny.backends()(4)
-    differs = "its model, dtype or KV flavour differs from that of {}"
     return {
-        "another model": (other.backends()(4), differs),
-        "another dtype": (tiny.backends(dtype="float32")(4), differs),
-        "another scheme": (dataclasses.replace(good, root=BlockHash(b"?" * 16)), differs),
+        "another model": (other.backends()(4), "its model (weights or config.json) differs"),
+        "another tokenizer": (identified(good, good, tokenizer=b"?"), "its tokenizer differs"),
+        "another dtype": (
+            tiny.backends(dtype="float32")(4),
+            "its element type of the computation differs",
+        ),
+        "another scheme": (identified(good, good, hash_scheme=9), "its block hash scheme differs"),
         "another layout": (
-            dataclasses.replace(fake_backend(4), root=good.root),
-            "its KV layout differs from that of {}",
+            identified(fake_backend(4), good),
+            "its KV layout differs",
         ),
     }
 
 
+def identified(backend: Backend, like: Backend, **changes: Any) -> Backend:
+    """A backend that says to be of the same model as another one, but for ``changes``."""
+    return dataclasses.replace(backend, identity=dataclasses.replace(like.identity, **changes))
+
+
 @pytest.mark.parametrize(
-    "kind", ["another model", "another dtype", "another scheme", "another layout"]
+    "kind",
+    ["another model", "another tokenizer", "another dtype", "another scheme", "another layout"],
 )
 async def test_a_worker_that_does_not_fit_is_refused_with_the_reason(
     kind: str, tiny: TinyModel, tmp_path: Path
@@ -239,8 +251,9 @@ async def test_a_worker_that_does_not_fit_is_refused_with_the_reason(
         assert sorted(states.values()) == ["ready", "refused"]
         # Whoever said hello second is the one refused.
         first, second = sorted(states, key=states.__getitem__)
-        expected = f"no {second} worker: {second}-0 {reason.format(f'{first}-0')}"
-        assert str(refused.value) == status.reason == expected
+        expected = f"no {second} worker: {second}-0 {reason} from that of {first}-0"
+        assert str(refused.value) == status.reason
+        assert status.reason.startswith(expected)
         with pytest.raises(Unavailable, match="differs"):
             await generate(router, [5, 6, 7])
 
