@@ -71,11 +71,12 @@ def _section(field: Any) -> type[Section] | None:
 
 
 def _kind(field: Any) -> str:
-    kind = field.annotation
-    if get_origin(kind) in (Union, types.UnionType):
-        (kind,) = (part for part in get_args(kind) if part is not type(None))
-    if get_origin(kind) is Literal:
-        return ", ".join(f"`{choice}`" for choice in get_args(kind))
+    kinds = [field.annotation]
+    if get_origin(field.annotation) in (Union, types.UnionType):
+        kinds = [part for part in get_args(field.annotation) if part is not type(None)]
+    if all(get_origin(kind) is Literal for kind in kinds):
+        return ", ".join(f"`{choice}`" for kind in kinds for choice in get_args(kind))
+    (kind,) = kinds
     if any(getattr(part, "func", None) is parse_bytes for part in field.metadata):
         return "size"
     return {"int": "whole number", "float": "number", "str": "text", "bool": "true or false"}[
