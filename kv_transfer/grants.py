@@ -96,17 +96,20 @@ class Grants:
     def has_landed(self, message: Header | Sample) -> bool:
         """Whether the bytes are all here. Raises LinkLost when the path broke."""
         grant = self._grants[message.slab]
-        if not grant.has_landed:
+        if not grant.has_landed and (grant.is_pulled or not self._inlet.is_pulled):
             grant.has_landed = self._inlet.arrived(message.slab, grant.number, grant.nbytes)
             if grant.has_landed:
                 grant.since_s = self._clock()
                 self._num_posted -= grant.is_pulled
         return grant.has_landed
 
-    def may_pull(self, message: Header | Sample) -> bool:
-        """Whether its receive is yet to be posted, and can be."""
-        grant = self._grants[message.slab]
-        return self._inlet.is_pulled and not grant.is_pulled and self._num_posted < PULLS
+    def to_pull(self) -> list[Header | Sample]:
+        """Those whose receives may be posted now."""
+        if not self._inlet.is_pulled:
+            return []
+        grants = (grant for grant in self._grants.values() if not grant.is_pulled)
+        ready = [grant.message for grant in grants if grant.message is not None]
+        return ready[: PULLS - self._num_posted]
 
     def pull(self, message: Header | Sample) -> None:
         """Post its receive; the sender must be told in the same order. Raises LinkLost."""

@@ -8,6 +8,9 @@ from typing import Any
 
 import xxhash
 
+from kvferry.core.ids import LeaseId
+from kvferry.kv_transfer.grants import Grants
+from kvferry.kv_transfer.messages import PROBE_LEASE, Credit
 from kvferry.kv_transfer.transport import Slab
 
 TURN_S = 2.0
@@ -48,6 +51,39 @@ class ProbeTurn:
             wakes = list(self._waiting.values())
         for wake in wakes:
             wake()
+
+
+class LinkProbe:
+    """What one link owes its peer's probe; all of it belongs to the link's thread."""
+
+    def __init__(self, turn: ProbeTurn, grants: Grants, wake: Callable[[], None]) -> None:
+        self._turn = turn
+        self._grants = grants
+        self._wake = wake
+        self._slabs = 0
+        # Where there are two slabs, one stays free for the next transfer.
+        self._spare = min(1, grants.num_free - 1)
+        self.is_running = False
+
+    def ask(self, slabs: int) -> None:
+        """The peer wants so many slabs; what it asked for before is forgotten."""
+        self._slabs, self.is_running = slabs, True
+
+    def grant(self) -> list[Credit]:
+        """Slabs for it now, if it is this link's turn."""
+        credits: list[Credit] = []
+        if not self._slabs and not self._grants.count(LeaseId(PROBE_LEASE)):
+            self.close()
+        elif self._slabs and self._turn.take(self, self._wake):
+            while self._slabs and self._grants.num_free > self._spare:
+                self._slabs -= 1
+                credits.append(self._grants.give(LeaseId(PROBE_LEASE)))
+        return credits
+
+    def close(self) -> None:
+        """Let others have their turn."""
+        self.is_running = False
+        self._turn.give_back(self)
 
 
 def sample_digest(slab: Slab, is_device: bool) -> int:

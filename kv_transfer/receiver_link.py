@@ -39,7 +39,7 @@ from kvferry.kv_transfer.messages import (
     decode_to_receiver,
     encode,
 )
-from kvferry.kv_transfer.probes import ProbeTurn, sample_digest
+from kvferry.kv_transfer.probes import LinkProbe, ProbeTurn, sample_digest
 from kvferry.kv_transfer.scatter import scatter_verified
 from kvferry.kv_transfer.transport import Channel
 from kvferry.kv_transfer.verdicts import Answer, Outcome, Source, Verdict
@@ -69,7 +69,6 @@ class ReceiverLink:
         self._leases = leases
         self._counters = leases.counters
         self._options = options
-        self._probes = probes
         self._clock = clock
         self._is_device = admitted.inlet.is_device
         self._digest = admitted.digest
@@ -78,10 +77,7 @@ class ReceiverLink:
         self._wants = Wants()
         self._offered: dict[LeaseId, AttemptKey] = {}
         """Leases whose sender has not been told of their end."""
-        self._to_measure = 0
-        """Slabs that a probe is yet to be granted."""
-        self._is_probing = False
-        self._spare = min(1, admitted.num_slabs - 1)
+        self._probe = LinkProbe(probes, self._grants, channel.wake)
         self._has_news = False
         self._retired = False
         self.idle_since_s: float | None = clock()
@@ -108,7 +104,7 @@ class ReceiverLink:
             self.close()
 
     def close(self) -> None:
-        self._probes.give_back(self)
+        self._probe.close()
         self._grants.close()
 
     def handle(self, frame: bytes) -> None:
@@ -125,7 +121,7 @@ class ReceiverLink:
             case Abort():
                 self._aborted(message)
             case Measure():
-                self._to_measure, self._is_probing = message.slabs, True
+                self._probe.ask(message.slabs)
             case Sample():
                 if self._grants.fill(LeaseId(PROBE_LEASE), message) is None:
                     self._counters.drop(Reason.FOREIGN)
@@ -145,12 +141,16 @@ class ReceiverLink:
         if self._retired:
             raise LinkLost("another link takes this one's place")
         for message in self._grants.filled():
-            self._advance(message)
+            if self._grants.has_landed(message):
+                self._take_in(message)
+        while pulls := self._grants.to_pull():
+            for message in pulls:
+                self._pull(message)
         if self._has_news:
             self._has_news = False
             self._tell_ended()
         self._grant()
-        if self._wants or self._is_probing or not self._grants.is_idle:
+        if self._wants or self._probe.is_running or not self._grants.is_idle:
             self.idle_since_s = None
         elif self.idle_since_s is None:
             self.idle_since_s = self._clock()
@@ -196,15 +196,20 @@ class ReceiverLink:
         else:
             self._counters.drop(Reason.DUPLICATE)
 
-    def _advance(self, message: Header | Sample) -> None:
-        """Bring a filled slab as far as it gets now."""
-        if self._grants.may_pull(message):
-            if isinstance(message, Header) and self._is_refused(message):
+    def _pull(self, message: Header | Sample) -> None:
+        """Post a receive and say so, unless nobody wants the slab any more."""
+        if isinstance(message, Header):
+            header = message.header
+            refusal = self._leases.refusal(self._source, header.key, LeaseId(header.lease))
+            if refusal is not None:
+                self._grants.take_back(message.slab, message.grant)
+                self._reply(message, refusal)
                 return
-            self._grants.pull(message)
-            self._send(Pull(slab=message.slab, grant=message.grant))
-        if not self._grants.has_landed(message):
-            return
+        self._grants.pull(message)
+        self._send(Pull(slab=message.slab, grant=message.grant))
+
+    def _take_in(self, message: Header | Sample) -> None:
+        """Bring a slab whose bytes are here as far as it gets now."""
         if isinstance(message, Sample):
             self._sample(message)
             return
@@ -219,16 +224,6 @@ class ReceiverLink:
         self._grants.take_back(message.slab, message.grant)
         self._reply(message, verdict)
 
-    def _is_refused(self, message: Header) -> bool:
-        """Whether a slab's lease has ended before a receive was posted for it."""
-        lease = LeaseId(message.header.lease)
-        verdict = self._leases.refusal(self._source, message.header.key, lease)
-        if verdict is None:
-            return False
-        self._grants.take_back(message.slab, message.grant)
-        self._reply(message, verdict)
-        return True
-
     def _scatter(self, message: Header, job: ReceiveJob) -> Verdict:
         outcome = Outcome.BROKEN
         started_s = self._clock()
@@ -241,16 +236,15 @@ class ReceiverLink:
         return verdict
 
     def _sample(self, message: Sample) -> None:
-        ack = Ack(lease=PROBE_LEASE, index=message.index, grant=message.grant)
-        answer: Message = ack
+        kind: type[Ack | Resend] = Ack
         if message.digest:
             digest = sample_digest(self._grants.bytes_of(message), self._is_device)
             if digest != message.digest:
                 self._counters.tally(Tally.PROBE_DAMAGED)
-                answer = Resend(lease=PROBE_LEASE, index=message.index, grant=message.grant)
+                kind = Resend
         self._counters.tally(Tally.PROBE)
         self._grants.take_back(message.slab, message.grant)
-        self._send(answer)
+        self._send(kind(lease=PROBE_LEASE, index=message.index, grant=message.grant))
 
     def _reply(self, message: Header, verdict: Verdict) -> None:
         header, lease = message.header, LeaseId(message.header.lease)
@@ -275,18 +269,9 @@ class ReceiverLink:
                 continue
             self._wants.served(lease)
             self._send(self._grants.give(lease))
-        if self._is_probing:
-            self._grant_probe()
-
-    def _grant_probe(self) -> None:
-        if not self._to_measure and not self._grants.count(LeaseId(PROBE_LEASE)):
-            self._is_probing = False
-            self._probes.give_back(self)
-        elif self._to_measure and self._probes.take(self, self._channel.wake):
-            # Where there are two, one slab stays free for the next transfer.
-            while self._to_measure and self._grants.num_free > self._spare and not self._wants:
-                self._to_measure -= 1
-                self._send(self._grants.give(LeaseId(PROBE_LEASE)))
+        if self._probe.is_running and not self._wants:
+            for credit in self._probe.grant():
+                self._send(credit)
 
     def _aborted(self, message: Abort) -> None:
         lease = LeaseId(message.lease)

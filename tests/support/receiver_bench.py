@@ -1,0 +1,183 @@
+"""A receiver's link on a virtual clock, with a data path whose bytes arrive when the test says."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from lease_table import LAYOUT, MOVES, NBYTES, PEER, Clock, Leases, header, key
+
+from kvferry.core.errors import LinkLost
+from kvferry.core.ids import Incarnation
+from kvferry.kv_transfer.handshake import Admitted, LinkOptions
+from kvferry.kv_transfer.messages import (
+    Beat,
+    Credit,
+    Header,
+    Message,
+    Offer,
+    decode_to_sender,
+    encode,
+)
+from kvferry.kv_transfer.plan import SlabMove
+from kvferry.kv_transfer.probes import ProbeTurn
+from kvferry.kv_transfer.receiver_link import ReceiverLink
+
+SLAB_BYTES = 4096
+OPTIONS = LinkOptions(
+    secret=b"s",
+    incarnation=Incarnation(7),
+    progress_timeout_s=5.0,
+    beat_s=1.0,
+    silence_s=5.0,
+    slab_bytes=SLAB_BYTES,
+)
+
+
+class FakeInlet:
+    """Slabs of which nothing arrives by itself."""
+
+    is_device = False
+
+    def __init__(self, num_slabs: int, is_pulled: bool, arrives: bool) -> None:
+        self.is_pulled = is_pulled
+        self.arrives = arrives
+        """Whether what is pushed, or pulled, is there at once."""
+        self.is_broken = False
+        self.granted: dict[int, int] = {}
+        self.pulls: list[tuple[int, int, int]] = []
+        self.here: set[tuple[int, int]] = set()
+        """(slab, grant) whose bytes have come."""
+        self.closed = False
+        self._slabs = [memoryview(bytearray(SLAB_BYTES)) for _ in range(num_slabs)]
+
+    def slab(self, index: int) -> memoryview:
+        return self._slabs[index]
+
+    def grant(self, slab: int, grant: int) -> None:
+        assert grant > self.granted.get(slab, 0)
+        self.granted[slab] = grant
+
+    def pull(self, slab: int, grant: int, nbytes: int) -> None:
+        assert self.granted[slab] == grant
+        self.pulls.append((slab, grant, nbytes))
+
+    def arrived(self, slab: int, grant: int, nbytes: int) -> bool:
+        if self.is_broken:
+            raise LinkLost("the data path broke")
+        assert self.granted[slab] == grant
+        if self.is_pulled:
+            assert (slab, grant, nbytes) in self.pulls
+        return self.arrives or (slab, grant) in self.here
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class FakeChannel:
+    """Keeps what is sent."""
+
+    transport = "fake"
+
+    def __init__(self) -> None:
+        self.sent: deque[Message] = deque()
+        self.wakes = 0
+
+    def send(self, frame: bytes, timeout_s: float) -> None:
+        self.sent.append(decode_to_sender(frame))
+
+    def receive(self, timeout_s: float, limit: int = 0) -> bytes | None:
+        raise AssertionError("a link that is driven does not receive")
+
+    def wake(self) -> None:
+        self.wakes += 1
+
+    def close(self) -> None: ...
+
+    def open_inlet(self, *_: object) -> Any: ...
+
+    def open_outlet(self, *_: object) -> Any: ...
+
+
+class FakeMemory:
+    """Digests are what the test says."""
+
+    layout = LAYOUT
+    rank = 0
+    digests = ("xxh3",)
+
+    def __init__(self) -> None:
+        self.found = [0]
+        self.scattered: list[int] = []
+        self.is_stale = False
+
+    def is_fresh(self, *_: object) -> bool:
+        return not self.is_stale
+
+    def pack(self, *_: object) -> list[int]:
+        raise AssertionError("a receiver does not pack")
+
+    def scatter(self, blocks: object, move: SlabMove, *_: object) -> list[int]:
+        self.scattered.append(move.index)
+        return self.found
+
+
+class Bench:
+    """One link, and what it said; several may share ``leases`` and ``probes``."""
+
+    def __init__(
+        self,
+        leases: Leases | None = None,
+        *,
+        num_slabs: int = 6,
+        is_pulled: bool = False,
+        arrives: bool = True,
+        rank: int = 0,
+        probes: ProbeTurn | None = None,
+    ) -> None:
+        if leases is None:
+            leases = Leases()
+            leases.expect()
+        self.leases = leases
+        self.clock: Clock = leases.clock
+        self.channel = FakeChannel()
+        self.inlet = FakeInlet(num_slabs, is_pulled, arrives)
+        self.memory = FakeMemory()
+        admitted = Admitted(
+            inlet=self.inlet,
+            num_slabs=num_slabs,
+            slab_bytes=SLAB_BYTES,
+            digest="xxh3",
+            peer=PEER,
+            rank=rank,
+        )
+        self.link = ReceiverLink(
+            self.channel,
+            admitted,
+            self.memory,
+            leases.table,
+            OPTIONS,
+            probes or ProbeTurn(self.clock),
+            self.clock,
+        )
+
+    def hear(self, message: Message) -> list[Message]:
+        """A message comes in; what is said to it, beats aside."""
+        self.link.handle(encode(message))
+        return self.turn()
+
+    def turn(self) -> list[Message]:
+        self.link.turn()
+        said = [message for message in self.channel.sent if not isinstance(message, Beat)]
+        self.channel.sent.clear()
+        return said
+
+    def offer(self, slabs: int = 1, nbytes: int = NBYTES, ranks: int = 1) -> list[Credit]:
+        said = self.hear(Offer(key=key(), lease=1, slabs=slabs, nbytes=nbytes, ranks=ranks))
+        assert all(isinstance(message, Credit) for message in said), said
+        return said  # type: ignore[return-value]
+
+    def fill(self, credit: Credit, index: int, **changes: Any) -> list[Message]:
+        """Say that a granted slab is filled."""
+        slab = header(MOVES[index], **changes)
+        return self.hear(Header(slab=credit.slab, grant=credit.grant, header=slab))
