@@ -81,4 +81,5 @@ def device_peak() -> float:
         target.copy_(source)
     end.record()
     end.synchronize()
-    return 4 * DEVICE_BLOCK / (begin.elapsed_time(end) / 1e3)
+    elapsed_s: float = begin.elapsed_time(end) / 1e3
+    return 4 * DEVICE_BLOCK / elapsed_s

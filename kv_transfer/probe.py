@@ -144,7 +144,7 @@ class _Probe:
                 slab.copy_(torch.from_numpy(contents))
             else:
                 np.copyto(np.frombuffer(slab, np.uint8), contents)
-            digest = xxhash.xxh3_64_intdigest(memoryview(contents))
+            digest = xxhash.xxh3_64_intdigest(contents.data)
         sample = Sample(
             slab=credit.slab,
             grant=credit.grant,

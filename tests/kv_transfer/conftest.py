@@ -14,13 +14,16 @@ import torch
 
 from kvferry.core.ids import AttemptKey, Incarnation, LeaseId, RequestId
 from kvferry.kv_transfer.choices import Choices
-from kvferry.kv_transfer.endpoints import connect, listen
+from kvferry.kv_transfer.endpoints import connect as connect_any
+from kvferry.kv_transfer.endpoints import listen
 from kvferry.kv_transfer.handshake import LinkOptions
 from kvferry.kv_transfer.jobs import BlockTable, ReceiveJob, SendJob
 from kvferry.kv_transfer.layout import KvLayout, Span
 from kvferry.kv_transfer.memory import PagedKvMemory
+from kvferry.kv_transfer.push import Push
 from kvferry.kv_transfer.receiver import KvReceiver
 from kvferry.kv_transfer.sender import KvSender
+from kvferry.kv_transfer.transport import Connect
 
 torch.set_num_threads(1)
 
@@ -179,6 +182,7 @@ class PairFactory:
         source_layout: dict[str, Any] | None = None,
         target_layout: dict[str, Any] | None = None,
         push: Push = Push.AUTO,
+        connect: Connect = connect_any,
         **options: Any,
     ) -> Pair:
         source_shape = make_layout(source_block, **(source_layout or {}))
@@ -195,6 +199,7 @@ class PairFactory:
             link_options,
             sent,
             lambda endpoint, timeout_s: wrap(connect(endpoint, timeout_s)),
+            push=push,
             choices=Choices(trusted_network=True),
         )
         pair = Pair(source, target, sender, receiver, sent, received, link_options, tokens)

@@ -17,6 +17,7 @@ from kvferry.kv_transfer.jobs import (
     SendDone,
     SendFailed,
 )
+from kvferry.kv_transfer.layout import Span
 from kvferry.kv_transfer.messages import (
     MAX_FRAME,
     Ack,
@@ -25,7 +26,6 @@ from kvferry.kv_transfer.messages import (
     decode_to_receiver,
     decode_to_sender,
 )
-from kvferry.kv_transfer.layout import Span
 from kvferry.kv_transfer.receiver import KvReceiver
 
 pytestmark = pytest.mark.slow
