@@ -132,7 +132,7 @@ class Line:
         x, y = self._x.value, self._y.value
         spread = self._xx.value - x * x
         half = y / (2 * x) if x else 0.0
-        slope = half if spread < 0.01 * x * x else (self._xy.value - x * y) / spread
+        slope = half if spread <= 0.01 * x * x else (self._xy.value - x * y) / spread
         slope = min(max(0.0, slope), y / x if x else 0.0)
         return y - slope * x, slope
 
