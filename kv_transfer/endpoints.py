@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvferry.core.errors import LinkRefused
-from kvferry.kv_transfer import loopback, nixl, process_group, shm, tcp
+from kvferry.kv_transfer import cuda_ipc, loopback, nixl, process_group, shm, tcp
 from kvferry.kv_transfer.nixl_agent import why_not as why_not_nixl
 from kvferry.kv_transfer.torch_groups import why_not_gloo, why_not_nccl
 from kvferry.kv_transfer.transport import Channel, Connect, Listener
@@ -76,6 +76,13 @@ TRANSPORTS = {
             process_group.connect_nccl,
             why_not_nccl,
             authenticates=False,
+        ),
+        Transport(
+            "cuda_ipc",
+            Medium.DEVICE,
+            lambda _: cuda_ipc.listen_cuda_ipc(),
+            cuda_ipc.connect_cuda_ipc,
+            cuda_ipc.why_not_cuda_ipc,
         ),
         Transport(
             "nixl",
