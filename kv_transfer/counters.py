@@ -28,7 +28,7 @@ class Tally(StrEnum):
     LINK_REPLACED = "link_replaced"
     """Links closed since the same rank of the same peer opened another one."""
     LINK_RETIRED = "link_retired"
-    """Idle links closed to give their slab memory to another one."""
+    """Links closed to give their slab memory to another one."""
 
 
 class Counters:

@@ -35,6 +35,7 @@ class _Open:
 
     link: ReceiverLink
     name: _Name
+    num_slabs: int
 
 
 class ReceiverLinks:
@@ -131,25 +132,32 @@ class ReceiverLinks:
                     other.link.retire()
 
     def _take_slabs(self) -> int:
-        """Slab memory for a new link, an idle one's if need be; 0 when all of it is in use."""
+        """Slab memory for a new link, another one's if need be; 0 when each has one slab only."""
         deadline = time.monotonic() + self._options.silence_s
         with self._changed:
             num_slabs = self._staging.take()
-            while not num_slabs and self._free_idle():
+            while not num_slabs and self._retire_one():
                 if not self._changed.wait(deadline - time.monotonic()):
                     break
                 num_slabs = self._staging.take()
             return num_slabs
 
-    def _free_idle(self) -> bool:
+    def _retire_one(self) -> bool:
         """Whether some link gives its memory back soon."""
         if any(one.link.is_retiring for one in self._open):
             return True
-        now = self._clock()
-        idle = [(one.link.idle_since_s or now, one) for one in self._open]
-        since_s, one = min(idle, key=lambda pair: pair[0], default=(now, None))
-        if one is None or now - since_s < self._options.beat_s:
-            return False
+        idle_before_s = self._clock() - self._options.beat_s
+        idle = {
+            one.link.idle_since_s: one
+            for one in self._open
+            if one.link.idle_since_s is not None and one.link.idle_since_s <= idle_before_s
+        }
+        if idle:
+            one = idle[min(idle)]
+        else:
+            one = max(self._open, key=lambda one: one.num_slabs, default=None)
+            if one is None or one.num_slabs == 1:
+                return False
         self._leases.counters.tally(Tally.LINK_RETIRED)
         one.link.retire()
         return True
@@ -168,7 +176,7 @@ class ReceiverLinks:
             self._probes,
             self._clock,
         )
-        entry = _Open(link, (admitted.peer, admitted.rank, channel.transport))
+        entry = _Open(link, (admitted.peer, admitted.rank, channel.transport), admitted.num_slabs)
         self._leases.counters.tally(Tally.LINK)
         with self._changed:
             self._open.append(entry)

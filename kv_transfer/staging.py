@@ -2,9 +2,10 @@
 
 A slab is memory of one link for as long as the link lives, since its peer may write to it. So the
 pool is shared out when links open: each gets its share by the number of links to be expected, but
-never more than half of what is left, so that there is room for links that nobody expected. Each has
-one slab at least. When none is left, the link that has been idle for longest gives its memory back:
-its sender opens another one when it next has something to send.
+never more than half of what is left, so that there is room for links that nobody expected. When
+nothing is left, a link gives its memory back: the one that has been idle for longest, else the one
+that has most. Its sender opens another one, at once if it has something to send. So there may be as
+many links as there are slabs, each with one at least.
 """
 
 from __future__ import annotations

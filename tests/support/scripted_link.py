@@ -27,7 +27,7 @@ class ScriptedLink:
     """A sender that follows no rules."""
 
     def __init__(self, pair: Any, incarnation: int = 7, rank: int = 0) -> None:
-        self.pair = pair
+        self.pair, self.incarnation, self.rank = pair, incarnation, rank
         self.channel = connect(pair.receiver.endpoints[0], 5.0)
         options = replace(pair.options, incarnation=Incarnation(incarnation))
         try:
@@ -58,6 +58,15 @@ class ScriptedLink:
                 return message
         raise AssertionError("the receiver says nothing")
 
+    def is_closed(self) -> bool:
+        """Whether the receiver has closed the link by now."""
+        try:
+            while self.channel.receive(0.0) is not None:
+                pass
+        except LinkLost:
+            return True
+        return False
+
     def assert_closed(self) -> None:
         deadline = time.monotonic() + 20
         try:
@@ -67,9 +76,9 @@ class ScriptedLink:
             return
         raise AssertionError("the receiver keeps the link")
 
-    def offer(self) -> Credit:
+    def offer(self, lease: int = 1) -> Credit:
         nbytes = self.pair.tokens.length * self.pair.source.layout.token_bytes
-        self.send(Offer(key=self.pair.key(), lease=1, slabs=1, nbytes=nbytes))
+        self.send(Offer(key=self.pair.key(), lease=lease, slabs=1, nbytes=nbytes))
         credit = self.next()
         assert isinstance(credit, Credit)
         return credit
