@@ -12,6 +12,7 @@ from kvferry.cache.paged import PagedKV
 from kvferry.core.config import Config
 from kvferry.core.errors import ConfigError, ProtocolError
 from kvferry.core.ids import AttemptKey, BlockHash, BlockId, Incarnation, LeaseId
+from kvferry.kv_transfer.choices import Choices
 from kvferry.kv_transfer.endpoints import TRANSPORTS, ListenOptions, listen
 from kvferry.kv_transfer.handshake import LinkOptions
 from kvferry.kv_transfer.jobs import (
@@ -170,6 +171,17 @@ def listeners(config: Config, host: str) -> list[Listener]:
         and (transport.authenticates or config.transfer.trusted_network)
         and transport.why_not() is None
     ]
+
+
+def link_choices(config: Config) -> Choices:
+    """Among which a prefill worker chooses. Raises ConfigError for a forced transport that cannot
+    be used here.
+    """
+    transfer = config.transfer
+    forced = None if transfer.transport == "auto" else transfer.transport
+    choices = Choices(forced, transfer.trusted_network)
+    choices.check()
+    return choices
 
 
 def link_options(config: Config, secret: str, incarnation: Incarnation) -> LinkOptions:

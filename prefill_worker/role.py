@@ -31,7 +31,9 @@ from kvferry.engine.sequences import Sequences, State, WorkerSequence
 from kvferry.engine.specs import spec_fault
 from kvferry.kv_transfer.jobs import SendAborted, SendDone, SendFailed, SendJob
 from kvferry.kv_transfer.layout import KvLayout
+from kvferry.kv_transfer.peer_book import PeerBook
 from kvferry.kv_transfer.plan import check_compatible, wire_dtype
+from kvferry.kv_transfer.prober import Probed
 from kvferry.kv_transfer.wire import (
     account_message,
     block_table,
@@ -63,6 +65,8 @@ class Sender(Protocol):
 
     def abort(self, key: AttemptKey) -> None: ...
 
+    def probe(self, peer: Incarnation, rank: int, endpoints: tuple[str, ...]) -> None: ...
+
 
 class PrefillRole:
     """State of all prompts on one prefill worker. Lives on the step loop's thread."""
@@ -83,27 +87,26 @@ class PrefillRole:
         self._batch = batch
         self._sender = sender
         self._layout = layout
+        self._peers = PeerBook(sender.probe)
         self._begun: list[WorkerSequence] = []
         """Prompts whose first chunk the step planned last is, where KV of them goes out."""
         self._pushed: list[tuple[WorkerSequence, int]] = []
         """Those of all its chunks, and the tokens computed when it is done."""
 
     def receive(self, port: RouterPort, message: pb.RouterMessage) -> None:
-        if message.WhichOneof("kind") != "prefill":
-            return  # a prefill worker holds no reservations, so there is nothing to start
-        prefill = message.prefill
-        key = AttemptKey(port.incarnation, RequestId(prefill.key.request), prefill.key.attempt)
-        if not self.sequences.supersede(key, self.end):
-            return send_failed(port, key, "stale", "a later attempt is running")
-        reason = self._admission.never_fits(len(prefill.sequence.token_ids)) or spec_fault(
-            prefill.key, prefill.sequence, self.sequences.vocab_size
-        )
-        reason = reason or _target_fault(prefill, self._layout)
-        if reason is not None:
-            return send_failed(port, key, "refused", reason)
-        if not self._take(port, key, prefill):
-            port.send(pb.WorkerMessage(busy=pb.Busy(key=prefill.key)))
-        return None
+        kind = message.WhichOneof("kind")
+        if kind == "prefill":
+            self._prefill(port, message.prefill)
+        elif kind == "peers":
+            for links in self._peers.update(port.incarnation, message.peers, self.ports):
+                port.send(pb.WorkerMessage(links=links))
+
+    def probed(self, probed: Probed) -> None:
+        """The ways to a peer were measured."""
+        links = self._peers.probed(probed)
+        if links is not None:
+            for port in self.ports.values():
+                port.send(pb.WorkerMessage(links=links))
 
     def transferred(self, event: object) -> None:
         assert isinstance(event, SendDone | SendFailed | SendAborted), event
@@ -163,6 +166,20 @@ class PrefillRole:
 
     def transfer_counts(self) -> TransferCounts:
         return {"dropped": {}, "endings": dict(self.endings), "link_events": {}}
+
+    def _prefill(self, port: RouterPort, prefill: pb.Prefill) -> None:
+        key = AttemptKey(port.incarnation, RequestId(prefill.key.request), prefill.key.attempt)
+        if not self.sequences.supersede(key, self.end):
+            return send_failed(port, key, "stale", "a later attempt is running")
+        reason = self._admission.never_fits(len(prefill.sequence.token_ids)) or spec_fault(
+            prefill.key, prefill.sequence, self.sequences.vocab_size
+        )
+        reason = reason or _target_fault(prefill, self._layout)
+        if reason is not None:
+            return send_failed(port, key, "refused", reason)
+        if not self._take(port, key, prefill):
+            port.send(pb.WorkerMessage(busy=pb.Busy(key=prefill.key)))
+        return None
 
     def _fail(self, seqs: list[WorkerSequence], message: str) -> None:
         for seq in seqs:

@@ -16,9 +16,10 @@ from kvferry.engine.session import SessionServer
 from kvferry.engine.wiring import build_parts, session_settings, worker_hello
 from kvferry.kv_transfer.endpoints import connect as connect_any
 from kvferry.kv_transfer.memory import PagedKvMemory
+from kvferry.kv_transfer.push import Push
 from kvferry.kv_transfer.sender import KvSender
 from kvferry.kv_transfer.transport import Connect
-from kvferry.kv_transfer.wire import layout_message, layout_of, link_options
+from kvferry.kv_transfer.wire import layout_message, layout_of, link_choices, link_options
 from kvferry.prefill_worker.admission import PromptAdmission
 from kvferry.prefill_worker.batch import PrefillBatch
 from kvferry.prefill_worker.role import PrefillRole
@@ -48,7 +49,16 @@ class PrefillWorker:
         incarnation = Incarnation(self.hello.incarnation)
         memory = PagedKvMemory(backend.kv.slots, layout, parts.pool.generations)
         options = link_options(config, secret, incarnation)
-        self.sender = KvSender(memory, options, lambda event: self.loop.post(event), connect, clock)
+        self.sender = KvSender(
+            memory,
+            options,
+            lambda event: self.loop.post(event),
+            connect,
+            clock,
+            Push(config.transfer.push),
+            link_choices(config),
+            lambda probed: self.loop.post(lambda: self.role.probed(probed)),
+        )
         batch = PrefillBatch(
             parts.sequences,
             parts.stepper,
