@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
+from typing import Any
 
+import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lease_table import LAYOUT, MOVES, NBYTES, TOKENS, Leases, header, key
+from receiver_bench import Bench
 from scripted_link import ScriptedLink
 
-from kvferry.kv_transfer.jobs import Reason, ReceiveDone
-from kvferry.kv_transfer.messages import Abort, Header, Proof, Return
+from kvferry.core.errors import LinkLost, ProtocolError
+from kvferry.kv_transfer.jobs import Reason, ReceiveDone, ReceiveFailed
+from kvferry.kv_transfer.messages import (
+    Abort,
+    Ack,
+    Beat,
+    Header,
+    Measure,
+    Message,
+    Offer,
+    Proof,
+    Return,
+    Sample,
+)
 
 
 @pytest.fixture
@@ -73,3 +92,75 @@ def test_a_peer_that_falls_silent_loses_the_link_and_not_the_lease(make_pair) ->
 def test_a_second_proof_closes_the_link(link: ScriptedLink) -> None:
     link.send(Proof(nonce=b"n" * 32, mac=b"m" * 32, incarnation=1, rank=0, digests=["xxh3"]))
     link.assert_closed()
+
+
+MESSAGES: list[Message] = [
+    Offer(key=key(), lease=1, slabs=2, nbytes=NBYTES),
+    Header(slab=5, grant=1, header=header(MOVES[0])),
+    Sample(slab=4, grant=2, index=0, nbytes=8, digest=0),
+    Return(slab=5, grant=1),
+    Abort(key=key(), lease=1, reason=Reason.ABORTED),
+    Measure(slabs=1),
+    Beat(),
+    Proof(nonce=b"n" * 32, mac=b"m" * 32, incarnation=1, rank=0, digests=["xxh3"]),
+]
+ODD = st.one_of(
+    st.sampled_from([-1, 0, 1, 2, 4097, 2**31, 2**32, 2**63 - 1, 2**63, 2**64 - 1, 0.5, None]),
+    st.sampled_from(["", "float16", "x" * 300, b"", b"x" * 70, True, {}, float("nan")]),
+    st.lists(st.integers(-1, 2**63), max_size=4),
+    st.integers(0, 40),
+)
+
+
+def fields(message: Message) -> list[tuple[str, ...]]:
+    """The paths to all fields of a message, and one to a field that it does not have."""
+    names = [(name,) for name in (*message.__struct_fields__, "more")]
+    if isinstance(message, Header):
+        names += [("header", name) for name in message.header.__struct_fields__]
+    return names
+
+
+PLACES = [(message, path) for message in MESSAGES for path in fields(message)]
+
+
+def changed(message: Message, path: tuple[str, ...], value: Any) -> bytes:
+    """A frame with another value at one field."""
+    plain = msgspec.to_builtins(message, builtin_types=(bytes,))
+    part = plain
+    for name in path[:-1]:
+        part = part[name]
+    part[path[-1]] = value
+    body = msgspec.msgpack.encode(plain)
+    return body + zlib.crc32(body).to_bytes(4, "big")
+
+
+@pytest.mark.parametrize(
+    ("message", "path"), PLACES, ids=lambda x: type(x).__name__ if isinstance(x, Message) else x[-1]
+)
+@settings(max_examples=25)
+@given(value=ODD)
+def test_odd_values_in_any_field_cost_that_link_alone(message, path, value) -> None:
+    """Whatever it takes them for, it neither raises anything else nor harms another link."""
+    leases = Leases()
+    leases.expect()
+    leases.expect(attempt=2, lease=2)
+    bad, good = Bench(leases), Bench(leases, rank=3)
+    bad.offer(1)
+    bad.hear(Measure(slabs=1))
+    credits = good.hear(Offer(key=key(2), lease=2, slabs=len(MOVES), nbytes=NBYTES))
+    try:
+        bad.link.handle(changed(message, path, value))
+        bad.turn()
+    except (ProtocolError, LinkLost):
+        bad.link.close()
+    for credit, move in zip(credits, MOVES, strict=True):
+        said = good.fill(credit, move.index, lease=2, attempt=2)
+        assert said == [Ack(lease=2, index=move.index, grant=credit.grant)]
+    ended = {event.lease: event for event in leases.events}
+    assert len(ended) == len(leases.events)
+    assert isinstance(ended[2], ReceiveDone)
+    assert isinstance(ended.get(1, ended[2]), ReceiveFailed | ReceiveDone)
+    for move in bad.memory.moves:
+        assert move.tokens.within(TOKENS)
+        assert move.layers.within(LAYOUT.whole.layers)
+        assert move.heads.within(LAYOUT.whole.heads)

@@ -108,8 +108,13 @@ class FakeMemory:
 
     def __init__(self) -> None:
         self.found = [0]
-        self.scattered: list[int] = []
+        self.moves: list[SlabMove] = []
         self.is_stale = False
+
+    @property
+    def scattered(self) -> list[int]:
+        """Indices of the slabs that were written, in order."""
+        return [move.index for move in self.moves]
 
     def is_fresh(self, *_: object) -> bool:
         return not self.is_stale
@@ -118,7 +123,7 @@ class FakeMemory:
         raise AssertionError("a receiver does not pack")
 
     def scatter(self, blocks: object, move: SlabMove, *_: object) -> list[int]:
-        self.scattered.append(move.index)
+        self.moves.append(move)
         return self.found
 
 
