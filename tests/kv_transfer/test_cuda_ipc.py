@@ -54,11 +54,21 @@ class Sides:
         wait_for_free()
 
 
+def freeing() -> list[threading.Thread]:
+    """Threads that have memory to free."""
+    return [thread for thread in threading.enumerate() if thread.name == "kv-ipc-free"]
+
+
 def wait_for_free() -> None:
-    for thread in threading.enumerate():
-        if thread.name == "kv-ipc-free":
-            thread.join(TIMEOUT_S)
-            assert not thread.is_alive()
+    for thread in freeing():
+        thread.join(TIMEOUT_S)
+        assert not thread.is_alive()
+
+
+def wait_in_vain() -> None:
+    (thread,) = freeing()
+    thread.join(0.1)
+    assert thread.is_alive()
 
 
 @pytest.fixture
@@ -89,6 +99,7 @@ def test_memory_is_freed_only_once_the_sender_has_closed_it(sides: Sides) -> Non
     outlet = sides.sender.open_outlet(NUM_SLABS, SLAB_BYTES, TIMEOUT_S)
     inlet.close()
     sides.receiver.close()
+    wait_in_vain()
     assert sides.live() == (1, 1)
     with pytest.raises(LinkLost):
         sides.sender.receive(TIMEOUT_S)
@@ -219,6 +230,7 @@ def test_memory_outlives_a_stopped_peer_and_no_dead_one(
     peer.send_signal(first)
     channel.close()
     if first is signal.SIGSTOP:
+        wait_in_vain()
         assert lib.fake_cuda_live(1) == 1
         peer.kill()
     wait_for_free()
