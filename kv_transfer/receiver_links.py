@@ -152,12 +152,13 @@ class ReceiverLinks:
             for one in self._open
             if one.link.idle_since_s is not None and one.link.idle_since_s <= idle_before_s
         }
+        large = [one for one in self._open if one.num_slabs > 1]
         if idle:
             one = idle[min(idle)]
+        elif large:
+            one = max(large, key=lambda one: one.num_slabs)
         else:
-            one = max(self._open, key=lambda one: one.num_slabs, default=None)
-            if one is None or one.num_slabs == 1:
-                return False
+            return False
         self._leases.counters.tally(Tally.LINK_RETIRED)
         one.link.retire()
         return True
