@@ -19,7 +19,7 @@ from kvferry.kv_transfer.jobs import ReceiveDone, SendDone
 from kvferry.kv_transfer.tcp import MAX_LINK_BYTES, TcpChannel, connect_tcp
 from kvferry.kv_transfer.tcp_listener import CONTROL, DATA, MAX_STRANGERS, TcpListener
 
-SLAB = 64 << 10
+SLAB = 300 << 10
 SLABS = 4
 FRAME = struct.Struct("!QIQ")
 
@@ -149,21 +149,26 @@ def test_both_threads_are_woken(link: Link) -> None:
 
 
 def test_neither_side_spins_while_idle(link: Link) -> None:
-    threads = [t for t in threading.enumerate() if t.name.startswith("kv-tcp-")]
-    assert len(threads) >= 5  # two at each end, and the listener's
+    def threads() -> list[threading.Thread]:
+        return [t for t in threading.enumerate() if t.name.startswith("kv-tcp-")]
 
-    def switches() -> int:
+    def waits() -> int:
+        """How often they have fallen asleep."""
         count = 0
-        for thread in threads:
-            status = f"/proc/self/task/{thread.native_id}/status"
-            with open(status) as lines:
-                count += sum(int(line.split()[1]) for line in lines if "ctxt_switches" in line)
+        for thread in threads():
+            with open(f"/proc/self/task/{thread.native_id}/status") as lines:
+                count += sum(int(line.split()[1]) for line in lines if line.startswith("volun"))
         return count
 
-    link.sender.receive(0.05)
-    before = switches()
-    assert link.sender.receive(0.3) is None
-    assert switches() - before < 10
+    eventually(lambda: len(threads()) == 5)  # two at each end, and the listener's
+    link.inlet.grant(0, 1)
+    link.outlet.push(0, 1, SLAB)
+    eventually(has_arrived(link, 0, 1, SLAB))
+    eventually(lambda: not link.outlet.in_flight(0))
+    link.sender.receive(0.0)
+    before = waits()
+    assert link.sender.receive(0.2) is None
+    assert waits() - before < 20
 
 
 @pytest.mark.parametrize(
@@ -217,6 +222,14 @@ def test_a_path_cut_short_is_broken_and_wakes_the_link(raw: Link) -> None:
         raw.inlet.arrived(0, 1, 100)
 
 
+def test_a_stream_that_cannot_be_served_breaks_the_path(raw: Link) -> None:
+    dead = socket.socket()
+    raw.inlet.attach(dead)  # not connected: as when the peer has gone meanwhile
+    assert dead.fileno() == -1
+    assert raw.receiver.receive(20.0) is None
+    assert is_broken(raw)
+
+
 def test_late_bytes_of_an_older_grant_are_dropped(raw: Link) -> None:
     """Its sender gave the grant back when its own kernel had the bytes."""
     raw.inlet.grant(0, 1)
@@ -225,6 +238,7 @@ def test_late_bytes_of_an_older_grant_are_dropped(raw: Link) -> None:
         stream.sendall(FRAME.pack(1, 0, SLAB) + b"x" * SLAB)
         stream.sendall(FRAME.pack(2, 0, 100) + b"y" * 100)
         eventually(has_arrived(raw, 0, 2, 100))
+        assert not raw.inlet.arrived(0, 1, 100)
     assert bytes(raw.inlet.slab(0)[:101]) == b"y" * 100 + b"\0"
 
 
