@@ -16,8 +16,8 @@ A scatter's event, for which the compute stream has to wait before it reads the 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -36,6 +36,16 @@ from kvferry.kv_transfer.transport import Slab
 
 DIGEST = "multiply_sum"
 Kernel = Callable[[KvSlots, Tokens, Range, Range, torch.dtype, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Moving:
+    """A pack or scatter that is enqueued."""
+
+    finish: Callable[[], list[int]]
+    """Wait for its end, once: the digest of each tile. Raises IndexError for a block outside the
+    cache.
+    """
 
 
 class DeviceKvMemory:
@@ -75,32 +85,36 @@ class DeviceKvMemory:
     def pack(
         self, blocks: BlockTable, move: SlabMove, form: Form, slab: Slab, after: object = None
     ) -> list[int]:
-        with self._lane() as lane:
-            if after is not None:
-                lane.stream.wait_for(after)
-            on_device = lane.slab_for(slab, move.nbytes)
-            self._enqueue(gather, lane, blocks, move, form, on_device)
-            lane.fetch(slab)
-            return self._finish(lane, blocks, move)
+        return self.begin_pack(blocks, move, form, slab, after).finish()
 
     def scatter(self, blocks: BlockTable, move: SlabMove, form: Form, slab: Slab) -> list[int]:
-        with self._lane() as lane:
-            on_device = lane.slab_for(slab, move.nbytes)
-            lane.bring(slab)
-            self._enqueue(scatter, lane, blocks, move, form, on_device)
-            self._on_scatter(lane.stream.record())
-            return self._finish(lane, blocks, move)
+        return self.begin_scatter(blocks, move, form, slab).finish()
 
-    @contextmanager
-    def _lane(self) -> Iterator[Lane]:
-        """An idle lane, or a new one. One that broke is not used again."""
+    def begin_pack(
+        self, blocks: BlockTable, move: SlabMove, form: Form, slab: Slab, after: object = None
+    ) -> Moving:
+        """Enqueue a pack. Several may be under way at once."""
+        lane = self._take_lane()
+        if after is not None:
+            lane.stream.wait_for(after)
+        self._enqueue(gather, lane, blocks, move, form, lane.slab_for(slab, move.nbytes))
+        lane.fetch(slab)
+        return Moving(lambda: self._finish(lane, blocks, move))
+
+    def begin_scatter(self, blocks: BlockTable, move: SlabMove, form: Form, slab: Slab) -> Moving:
+        """Enqueue a scatter. Several may be under way at once."""
+        lane = self._take_lane()
+        lane.bring(slab)
+        self._enqueue(scatter, lane, blocks, move, form, lane.slab_for(slab, move.nbytes))
+        self._on_scatter(lane.stream.record())
+        return Moving(lambda: self._finish(lane, blocks, move))
+
+    def _take_lane(self) -> Lane:
+        """An idle lane, or a new one. One whose move failed does not come back."""
         with self._lock:
-            lane = self._idle.pop() if self._idle else None
-        if lane is None:
-            lane = Lane(self._runtime)
-        yield lane
-        with self._lock:
-            self._idle.append(lane)
+            if self._idle:
+                return self._idle.pop()
+        return Lane(self._runtime)
 
     def _enqueue(
         self,
@@ -121,11 +135,10 @@ class DeviceKvMemory:
         lane.run(lambda: kernel(self._kv, tokens, layers, heads, wire, slab), 1 + num_tiles)
 
     def _finish(self, lane: Lane, blocks: BlockTable, move: SlabMove) -> list[int]:
-        """Wait; the digests. A stale block is what the caller looks for before and after.
-
-        Raises IndexError for a block outside the cache.
-        """
+        """Stale blocks are what the caller looks for, before and after."""
         totals = lane.finish()
+        with self._lock:
+            self._idle.append(lane)
         if totals[0] and self.is_fresh(blocks, move):
             raise IndexError("a block is outside the cache")
         return digests(totals[1:], move.index)

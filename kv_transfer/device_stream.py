@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-_HIGH_PRIORITY = -1
+HIGH_PRIORITY = -1
 
 
 class Event(Protocol):
@@ -53,9 +53,9 @@ class DeviceRuntime(Protocol):
 class CudaStream:
     """A stream whose work goes before that of the compute stream where both could run."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, priority: int = HIGH_PRIORITY) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device, priority=_HIGH_PRIORITY)
+        self._stream = torch.cuda.Stream(device, priority=priority)
 
     def memory(self, nbytes: int) -> torch.Tensor:
         with torch.cuda.stream(self._stream):

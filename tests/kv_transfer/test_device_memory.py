@@ -271,3 +271,21 @@ def test_what_does_not_fit_is_refused(device: FakeDevice) -> None:
         memory.pack(cache.blocks, make_move("float32"), Form("float32", "xxh3"), slab)
     with pytest.raises(ValueError, match="the layout says"):
         DeviceKvMemory(cache.slots, make_layout("bfloat16"), cache.generations, runtime=device)
+
+
+def test_several_packs_may_be_under_way(device: FakeDevice) -> None:
+    cache, form = Cache(make_layout("float32")), Form("float32", DIGEST)
+    memory, host = cache.on_device(device), cache.on_host()
+    moves = [make_move("float32", tokens=Span(n, 40 + n)) for n in range(3)]
+    slabs = [make_slab(move.nbytes, False) for move in moves]
+    under_way = [
+        memory.begin_pack(cache.blocks, move, form, slab)
+        for move, slab in zip(moves, slabs, strict=True)
+    ]
+    assert len(device.streams) == 3
+    for move, slab, moving in reversed(list(zip(moves, slabs, under_way, strict=True))):
+        expected = make_slab(move.nbytes, False)
+        assert moving.finish() == host.pack(cache.blocks, move, form, expected)
+        assert bytes(slab) == bytes(expected)
+    memory.pack(cache.blocks, moves[0], form, slabs[0])
+    assert len(device.streams) == 3
