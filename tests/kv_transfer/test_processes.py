@@ -82,7 +82,7 @@ class Here:
         if role == "sender":
             self.side: Any = KvSender(self.memory, options, self.events.put)
         else:
-            self.side = KvReceiver(self.memory, options, self.events.put, listen("shm"))
+            self.side = KvReceiver(self.memory, options, self.events.put, [listen("shm")])
 
     def send(self, endpoint: str, lease: int) -> None:
         self.side.send(peer_process.send_job(self.memory, self.blocks, endpoint, lease))
@@ -117,7 +117,7 @@ def test_receiving_from_a_process(cleanup, fate: str) -> None:
     cleanup.append(here.side)
     for lease in (1, 2):
         here.expect(lease)
-    peer = Peer("sender", here.side.endpoint, "-1" if fate == "lives" else "5")
+    peer = Peer("sender", here.side.endpoints[0], "-1" if fate == "lives" else "5")
     cleanup.append(peer)
     if fate == "lives":
         assert [type(here.next()), type(here.next())] == [ReceiveDone, ReceiveDone]
@@ -135,7 +135,7 @@ def test_receiving_from_a_process(cleanup, fate: str) -> None:
     here.slots.zero_()
     for lease in (1, 2):
         here.expect(lease)
-    cleanup.append(Peer("sender", here.side.endpoint, "-1"))
+    cleanup.append(Peer("sender", here.side.endpoints[0], "-1"))
     assert [type(here.next()), type(here.next())] == [ReceiveDone, ReceiveDone]
     here.assert_received()
 
