@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -183,6 +183,7 @@ class PairFactory:
         target_layout: dict[str, Any] | None = None,
         push: Push = Push.AUTO,
         connect: Connect = connect_any,
+        also: Sequence[str] = (),
         **options: Any,
     ) -> Pair:
         source_shape = make_layout(source_block, **(source_layout or {}))
@@ -192,7 +193,10 @@ class PairFactory:
         sent, received = Events(), Events()
         link_options = make_options(**options)
         receiver = KvReceiver(
-            wrap_target(target.memory), link_options, received, [listen(self.transport)]
+            wrap_target(target.memory),
+            link_options,
+            received,
+            [listen(name) for name in (self.transport, *also)],
         )
         sender = KvSender(
             wrap_source(source.memory),
