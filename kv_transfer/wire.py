@@ -194,4 +194,5 @@ def link_options(config: Config, secret: str, incarnation: Incarnation) -> LinkO
         silence_s=config.cluster.silence_s,
         slab_bytes=config.transfer.slab,
         staging_bytes=config.transfer.staging,
+        expected_links=max(1, config.prefill.workers * config.prefill.tp),
     )
