@@ -37,6 +37,8 @@ class Path:
     """How it broke, or why it could not be opened or measured; empty when it works."""
     num_breaks: int = 0
     """Since it last worked. All breaks are numbered by ``break_number``."""
+    proven: bool = False
+    """Whether a transfer went over it since it last broke."""
     break_number: int = 0
     rate: float = 0.0
     """Bytes per second of slabs filled and verified; 0: not measured."""
@@ -106,14 +108,18 @@ class Choices:
             return [path for paths in self._ranks.values() for path in paths.values()]
 
     def measured(self, path: Path) -> None:
-        """A path was measured, or could not be: ``broken`` says why."""
+        """A path was measured, or could not be: ``broken`` says why, unless transfers prove that it
+        works.
+        """
         with self._lock:
             paths = self._ranks.get((path.peer, path.rank), {})
             known = paths.get(path.endpoint)
             if known is None:
                 return
-            path = replace(path, chosen=known.chosen)
-            paths[path.endpoint] = self._break(path, path.broken) if path.broken else path
+            if not path.broken:
+                paths[path.endpoint] = replace(path, chosen=known.chosen, proven=known.proven)
+            elif not known.proven:
+                paths[path.endpoint] = self._break(known, path.broken)
 
     def failed(self, peer: Incarnation, rank: int, endpoint: str, why: str) -> Path | None:
         """A link over this endpoint broke, or could not be opened. The path, if it is known."""
@@ -127,8 +133,8 @@ class Choices:
         """A link over this endpoint has moved slabs."""
         with self._lock:
             paths = self._ranks.get((peer, rank), {})
-            if endpoint in paths and paths[endpoint].num_breaks:
-                paths[endpoint] = replace(paths[endpoint], broken="", num_breaks=0)
+            if endpoint in paths:
+                paths[endpoint] = replace(paths[endpoint], broken="", num_breaks=0, proven=True)
 
     def has_other(self, peer: Incarnation, rank: int) -> bool:
         """Whether some path to a rank works as far as is known."""
@@ -138,7 +144,11 @@ class Choices:
     def _break(self, path: Path, why: str) -> Path:
         self._num_breaks += 1
         return replace(
-            path, broken=why, num_breaks=path.num_breaks + 1, break_number=self._num_breaks
+            path,
+            broken=why,
+            num_breaks=path.num_breaks + 1,
+            break_number=self._num_breaks,
+            proven=False,
         )
 
     def _update(self, peer: Incarnation, rank: int, endpoints: tuple[str, ...]) -> dict[str, Path]:

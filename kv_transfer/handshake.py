@@ -82,7 +82,14 @@ def _mac(secret: bytes, side: bytes, challenge: bytes, nonce: bytes) -> bytes:
     )
 
 
-def introduce(channel: Channel, options: LinkOptions, rank: int, digests: Sequence[str]) -> Greeted:
+def introduce(
+    channel: Channel,
+    options: LinkOptions,
+    rank: int,
+    digests: Sequence[str],
+    *,
+    is_probe: bool = False,
+) -> Greeted:
     """The sender's side. ``digests``: schemes that it can compute, best first.
 
     Raises LinkRefused, LinkLost, ProtocolError.
@@ -98,6 +105,7 @@ def introduce(channel: Channel, options: LinkOptions, rank: int, digests: Sequen
         incarnation=options.incarnation,
         rank=rank,
         digests=list(digests),
+        is_probe=is_probe,
     )
     _send(channel, proof, deadline)
     welcome = decode_to_sender(_next_frame(channel, deadline))

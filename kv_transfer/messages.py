@@ -68,6 +68,8 @@ class Proof(Message, frozen=True):
     rank: Count
     digests: Digests
     """Schemes that the sender can compute."""
+    is_probe: bool = False
+    """The link is to be measured: it takes the place of no other link and no other's memory."""
 
 
 class Welcome(Message, frozen=True):

@@ -36,14 +36,23 @@ from kvferry.kv_transfer.transport import Channel, Connect
 PINGS = 4
 PING_BYTES = 64
 MAX_SAMPLES = 64
-MEASURE_S = 0.04
-"""Samples are sent for so long."""
-TURN_S = 8.0
-"""A receiver that lets others probe for so long is not waited for."""
-ANSWER_S = 2.0
-"""Longest wait for anything else."""
 POLL_S = 0.001
 """Between two looks at slabs in flight, should their data path not wake us."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How long a probe may take. Seconds."""
+
+    stream_s: float = 0.04
+    """Slabs are sent for so long, twice."""
+    turn_s: float = 8.0
+    """A receiver that lets others probe for so long is not waited for."""
+    answer_s: float = 2.0
+    """Longest wait for anything else."""
+
+
+LIMITS = Limits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +72,16 @@ def measure(
     options: LinkOptions,
     rank: int,
     digests: Sequence[str],
+    limits: Limits = LIMITS,
     clock: Callable[[], float] = time.monotonic,
 ) -> Speed:
     """Open a link and measure it. Raises LinkLost, LinkRefused, ProtocolError."""
-    channel = connect(endpoint, ANSWER_S)
+    channel = connect(endpoint, limits.answer_s)
     try:
-        greeted = introduce(channel, replace(options, silence_s=ANSWER_S), rank, digests)
+        brief = replace(options, silence_s=limits.answer_s)
+        greeted = introduce(channel, brief, rank, digests, is_probe=True)
         try:
-            return _Probe(channel, greeted, options.beat_s, clock).run()
+            return _Probe(channel, greeted, options.beat_s, limits, clock).run()
         finally:
             greeted.outlet.close()
     finally:
@@ -89,12 +100,18 @@ class _Probe:
     """One link that measures."""
 
     def __init__(
-        self, channel: Channel, greeted: Greeted, beat_s: float, clock: Callable[[], float]
+        self,
+        channel: Channel,
+        greeted: Greeted,
+        beat_s: float,
+        limits: Limits,
+        clock: Callable[[], float],
     ) -> None:
         self._channel = channel
         self._outlet = greeted.outlet
         self._slab_bytes = greeted.slab_bytes
         self._beat_s = beat_s
+        self._limits = limits
         self._clock = clock
         contents = np.frombuffer(secrets.token_bytes(greeted.slab_bytes), np.uint8)
         self._contents = contents.copy()
@@ -106,20 +123,20 @@ class _Probe:
 
     def run(self) -> Speed:
         self._send(Measure(slabs=PINGS + 2 * MAX_SAMPLES))
-        self._until(lambda: bool(self._credits), TURN_S)
+        self._until(lambda: bool(self._credits), self._limits.turn_s)
         round_trips = []
         for _ in range(PINGS):
-            self._until(lambda: bool(self._credits), ANSWER_S)
+            self._until(lambda: bool(self._credits), self._limits.answer_s)
             started_s = self._clock()
             self._fill(PING_BYTES)
-            self._until(lambda: not self._filled, ANSWER_S)
+            self._until(lambda: not self._filled, self._limits.answer_s)
             round_trips.append(self._clock() - started_s)
         return Speed(self._stream(), self._stream(bare=True), min(round_trips))
 
     def _stream(self, *, bare: bool = False) -> float:
         """Bytes per second of whole slabs, as many at once as are granted."""
         started_s, before = self._clock(), self._num_filled
-        stop_s = started_s + MEASURE_S
+        stop_s = started_s + self._limits.stream_s
 
         def goes_on() -> bool:
             num_left = before + MAX_SAMPLES - self._num_filled
@@ -129,8 +146,8 @@ class _Probe:
             if self._credits:
                 self._fill(self._slab_bytes, bare=bare)
             else:
-                self._until(lambda: bool(self._credits) or not goes_on(), ANSWER_S)
-        self._until(lambda: not self._filled, ANSWER_S)
+                self._until(lambda: bool(self._credits) or not goes_on(), self._limits.answer_s)
+        self._until(lambda: not self._filled, self._limits.answer_s)
         nbytes = (self._num_filled - before) * self._slab_bytes
         return nbytes / max(self._clock() - started_s, 1e-9)
 
@@ -206,5 +223,5 @@ class _Probe:
                 pass
 
     def _send(self, message: Message) -> None:
-        self._channel.send(encode(message), ANSWER_S)
+        self._channel.send(encode(message), self._limits.answer_s)
         self._sent_s = self._clock()

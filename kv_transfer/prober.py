@@ -141,7 +141,7 @@ class Prober:
         try:
             speed = self._measure(path.endpoint)
         except (LinkLost, ProtocolError) as error:
-            return replace(path, rate=0.0, round_trip_s=0.0, broken=str(error) or "lost")
+            return replace(path, broken=str(error) or "lost")
         return replace(
             path,
             rate=speed.bytes_per_s,

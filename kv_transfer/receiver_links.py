@@ -25,8 +25,8 @@ from kvferry.kv_transfer.transport import Channel
 MAX_STRANGERS = 16
 """Connections that have not proved themselves yet, at once."""
 
-_Name = tuple[Incarnation, int, str]
-"""(life of the peer, its rank, transport): one link each."""
+_Name = tuple[Incarnation, int, str, bool]
+"""(life of the peer, its rank, transport, whether it is a probe): one link each."""
 
 
 @dataclass(slots=True)
@@ -94,13 +94,15 @@ class ReceiverLinks:
         try:
             proof, mac = self._challenge(channel)
             digest = handshake.agree(channel, self._options, proof, self._memory.digests)
-            self._replace((Incarnation(proof.incarnation), proof.rank, channel.transport))
-            num_slabs = self._take_slabs()
+            name = (Incarnation(proof.incarnation), proof.rank, channel.transport, proof.is_probe)
+            self._replace(name)
+            num_slabs = self._take_slabs(proof.is_probe)
             if not num_slabs:
                 handshake.refuse(channel, self._options, "no slab memory left for another link")
             self._serve(
                 channel,
                 handshake.welcome(channel, self._options, proof, mac, digest, num_slabs),
+                name,
             )
         except LinkRefused:
             pass
@@ -131,12 +133,14 @@ class ReceiverLinks:
                     self._leases.counters.tally(Tally.LINK_REPLACED)
                     other.link.retire()
 
-    def _take_slabs(self) -> int:
-        """Slab memory for a new link, another one's if need be; 0 when each has one slab only."""
+    def _take_slabs(self, is_probe: bool) -> int:
+        """Slab memory for a new link, another one's if need be and it is not to be measured only;
+        0 when each has one slab only.
+        """
         deadline = time.monotonic() + self._options.silence_s
         with self._changed:
             num_slabs = self._staging.take()
-            while not num_slabs and self._retire_one():
+            while not num_slabs and not is_probe and self._retire_one():
                 if not self._changed.wait(deadline - time.monotonic()):
                     break
                 num_slabs = self._staging.take()
@@ -163,7 +167,7 @@ class ReceiverLinks:
         one.link.retire()
         return True
 
-    def _serve(self, channel: Channel, admitted: Admitted) -> None:
+    def _serve(self, channel: Channel, admitted: Admitted, name: _Name) -> None:
         """Until the link is lost, replaced, retired, or the receiver closes.
 
         Raises LinkLost, ProtocolError.
@@ -177,7 +181,7 @@ class ReceiverLinks:
             self._probes,
             self._clock,
         )
-        entry = _Open(link, (admitted.peer, admitted.rank, channel.transport), admitted.num_slabs)
+        entry = _Open(link, name, admitted.num_slabs)
         self._leases.counters.tally(Tally.LINK)
         with self._changed:
             self._open.append(entry)

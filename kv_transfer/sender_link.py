@@ -208,8 +208,6 @@ class SenderLink:
             raise
         finally:
             self._channel = None
-            if session is not None and session.has_moved:
-                parts.works(*whom, endpoint)
 
     def _open(self, channel: Channel) -> SenderSession:
         self._channel = channel
@@ -217,11 +215,15 @@ class SenderLink:
         return self.session(channel, introduce(channel, options, memory.rank, memory.digests))
 
     def _serve(self, channel: Channel, session: SenderSession) -> None:
+        is_proven = False
         try:
             while not self._stopping.is_set() and not self._is_leaving:
                 frame = channel.receive(session.turn())
                 if frame is not None:
                     session.handle(frame)
+                if session.has_moved and not is_proven:
+                    is_proven = True
+                    self._parts.works(self.peer, self.rank, self._endpoint)
         finally:
             session.close()
 

@@ -121,6 +121,8 @@ class Pair:
     received: Events
     options: LinkOptions
     tokens: Span
+    probed: queue.Queue[Any]
+    """What the sender's probes found."""
 
     def key(self, request: int = 1, attempt: int = 1) -> AttemptKey:
         return AttemptKey(Incarnation(9), RequestId(request), attempt)
@@ -198,6 +200,7 @@ class PairFactory:
             received,
             [listen(name) for name in (self.transport, *also)],
         )
+        probed: queue.Queue[Any] = queue.Queue()
         sender = KvSender(
             wrap_source(source.memory),
             link_options,
@@ -205,8 +208,9 @@ class PairFactory:
             lambda endpoint, timeout_s: wrap(connect(endpoint, timeout_s)),
             push=push,
             choices=Choices(trusted_network=True),
+            on_probed=probed.put,
         )
-        pair = Pair(source, target, sender, receiver, sent, received, link_options, tokens)
+        pair = Pair(source, target, sender, receiver, sent, received, link_options, tokens, probed)
         self.made.append(pair)
         return pair
 
@@ -254,6 +258,11 @@ def make_loopback_pair() -> Iterator[PairFactory]:
 @pytest.fixture(scope="session", name="make_cache")
 def cache_factory() -> type[Cache]:
     return Cache
+
+
+@pytest.fixture(scope="session", name="make_options")
+def options_factory() -> Callable[..., LinkOptions]:
+    return make_options
 
 
 @pytest.fixture(scope="session", name="make_layout")
