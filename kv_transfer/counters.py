@@ -24,7 +24,7 @@ class Tally(StrEnum):
     LINK = "link"
     """Links opened."""
     LINK_LOST = "link_lost"
-    """Links that ended by silence, a broken path or a message that cannot be."""
+    """Links that ended while this side would have gone on, those replaced and retired included."""
     LINK_REPLACED = "link_replaced"
     """Links closed since the same rank of the same peer opened another one."""
     LINK_RETIRED = "link_retired"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvferry.core.ids import Incarnation
+from kvferry.core.ids import AttemptKey, Incarnation
 from kvferry.kv_transfer.jobs import (
     Account,
     Reason,
@@ -18,6 +18,7 @@ from kvferry.kv_transfer.layout import KvLayout, Span, head_nbytes
 from kvferry.kv_transfer.messages import Offer, SlabHeader
 from kvferry.kv_transfer.plan import Coverage
 from kvferry.kv_transfer.states import State
+from kvferry.kv_transfer.verdicts import Answer, Verdict
 
 
 @dataclass(slots=True)
@@ -51,6 +52,16 @@ class Lease:
         """A lease of a rank's shard of a cache."""
         head_bytes = head_nbytes(layout.head_dim, job.wire)
         return cls(job, Coverage(layout.shard(rank), job.tokens, head_bytes), job.deadline_s)
+
+    def refusal(self, peer: Incarnation, key: AttemptKey) -> Verdict | None:
+        """The answer to an attempt that names it and whose slabs it does not take; None when it
+        does.
+        """
+        if self.job.key != key:
+            return Verdict(Answer.ABORT, Reason.STALE)
+        if self.peer not in (None, peer):
+            return Verdict(Answer.ABORT, Reason.STALE, "another life of the sender")
+        return None if self.state.is_live else Verdict(Answer.ABORT, Reason.ENDED)
 
     def offer_fault(self, rank: int, offer: Offer) -> str | None:
         """Why an offer cannot be right, None when it can. Notes what it announces."""

@@ -3,20 +3,19 @@
 The states are those of ``states``, and this table alone moves its leases through them. One slab of
 a lease is scattered at a time: a slab that comes meanwhile by another link waits there, so that a
 damaged late write never follows a verified one. A lease belongs to the life of the worker that
-offers for it first. Ended leases are remembered, the last ENDED_KEPT of them, to answer latecomers.
+offers for it first.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
 
 from kvferry.core.ids import AttemptKey, LeaseId
 from kvferry.kv_transfer.counters import Counters, Tally
+from kvferry.kv_transfer.ended import EndedLeases
 from kvferry.kv_transfer.jobs import (
     Reason,
     ReceiveClosed,
@@ -30,15 +29,8 @@ from kvferry.kv_transfer.messages import Offer, SlabHeader
 from kvferry.kv_transfer.states import Event, State, advance
 from kvferry.kv_transfer.verdicts import Answer, Outcome, Source, Verdict
 
-ENDED_KEPT = 4096
-
 _News = list[Callable[[], None]]
 """What to tell others once the lock is free."""
-
-
-class _Ended(NamedTuple):
-    key: AttemptKey
-    state: State
 
 
 class LeaseTable:
@@ -60,7 +52,7 @@ class LeaseTable:
         self._clock = clock
         self._changed = threading.Condition()
         self._leases: dict[LeaseId, Lease] = {}
-        self._ended: OrderedDict[LeaseId, _Ended] = OrderedDict()
+        self._ended = EndedLeases()
         self.counters = Counters()
 
     def expect(self, job: ReceiveJob) -> None:
@@ -71,7 +63,7 @@ class LeaseTable:
         with self._changing() as news:
             if job.lease in self._leases:
                 raise ValueError(f"lease {job.lease} is live")
-            self._ended.pop(job.lease, None)
+            self._ended.forget(job.lease)
             self._leases[job.lease] = lease
             if lease.coverage.complete:
                 self._end(lease, Event.COMPLETE, lease.done(self._clock()), news)
@@ -79,8 +71,8 @@ class LeaseTable:
     def state(self, lease_id: LeaseId) -> State | None:
         """None for a lease that is not known, or not any more."""
         with self._changed:
-            known = self._leases.get(lease_id) or self._ended.get(lease_id)
-            return None if known is None else known.state
+            lease = self._leases.get(lease_id)
+            return self._ended.state(lease_id) if lease is None else lease.state
 
     def renew(self, lease_id: LeaseId, deadline_s: float) -> None:
         """Move a lease's deadline. Nothing happens to one that has ended."""
@@ -152,6 +144,13 @@ class LeaseTable:
             if lease.offered_s is None:
                 lease.offered_s = self._clock()
             return Verdict(Answer.ACK)
+
+    def unwatch(self, source: Source) -> None:
+        """A link is closed: it is not to be woken any more."""
+        with self._changed:
+            for lease in self._leases.values():
+                lease.watchers.discard(source.wake)
+                lease.waiting.discard(source.wake)
 
     def refusal(self, source: Source, key: AttemptKey, lease_id: LeaseId) -> Verdict | None:
         """The answer to whoever names a lease that does not take slabs; None when it does."""
@@ -246,20 +245,9 @@ class LeaseTable:
 
     def _refusal(self, source: Source, key: AttemptKey, lease_id: LeaseId) -> Verdict | None:
         lease = self._leases.get(lease_id)
-        if lease is not None:
-            if lease.job.key != key:
-                return Verdict(Answer.ABORT, Reason.STALE)
-            if lease.peer not in (None, source.peer):
-                return Verdict(Answer.ABORT, Reason.STALE, "another life of the sender")
-            return None if lease.state.is_live else Verdict(Answer.ABORT, Reason.ENDED)
-        ended = self._ended.get(lease_id)
-        if ended is None:
-            return Verdict(Answer.ABORT, Reason.UNKNOWN)
-        if ended.key != key:
-            return Verdict(Answer.ABORT, Reason.STALE)
-        if ended.state is State.DONE:
-            return Verdict(Answer.COMPLETE, Reason.DUPLICATE)
-        return Verdict(Answer.ABORT, Reason.ENDED)
+        if lease is None:
+            return self._ended.refusal(key, lease_id)
+        return lease.refusal(source.peer, key)
 
     def _count(self, verdict: Verdict) -> Verdict:
         if verdict.reason is not None:
@@ -276,9 +264,7 @@ class LeaseTable:
     def _bury(self, lease: Lease, news: _News) -> None:
         assert lease.ending is not None, lease.state
         del self._leases[lease.job.lease]
-        self._ended[lease.job.lease] = _Ended(lease.job.key, lease.state)
-        if len(self._ended) > ENDED_KEPT:
-            self._ended.popitem(last=False)
+        self._ended.remember(lease.job.lease, lease.job.key, lease.state)
         self._changed.notify_all()
         if isinstance(lease.ending, ReceiveFailed):
             self.counters.fail(lease.ending.reason)

@@ -104,6 +104,7 @@ class ReceiverLink:
             self.close()
 
     def close(self) -> None:
+        self._leases.unwatch(self._source)
         self._probe.close()
         self._grants.close()
 

@@ -20,6 +20,7 @@ from kvferry.kv_transfer.messages import (
     Abort,
     Ack,
     Beat,
+    Credit,
     Header,
     Measure,
     Message,
@@ -67,6 +68,25 @@ def test_an_abort_of_another_attempt_changes_nothing(link: ScriptedLink) -> None
     link.send(Abort(key=link.pair.key(), lease=3, reason=Reason.ABORTED))
     link.offer()
     link.pair.received.assert_none()
+
+
+def test_a_peer_that_was_restarted_does_not_go_on_with_its_old_attempt(make_pair) -> None:
+    """Nor does its old life with a new one: a lease belongs to whoever offers first."""
+    pair = make_pair()
+    pair.expect()
+    with ScriptedLink(pair, incarnation=1) as old, ScriptedLink(pair, incarnation=2) as new:
+        credit = new.offer()
+        old.send(Offer(key=pair.key(), lease=1, slabs=1, nbytes=1))
+        refused = old.next()
+        assert isinstance(refused, Abort)
+        assert refused.reason is Reason.STALE
+        old.send(Header(slab=credit.slab, grant=credit.grant, header=old.header()))
+        old.send(Abort(key=pair.key(), lease=1, reason=Reason.ABORTED))
+        old.send(Offer(key=pair.key(), lease=1, slabs=1, nbytes=1))
+        assert isinstance(old.next(), Abort)
+        assert pair.receiver.counters == {Reason.STALE: 2, Reason.FOREIGN: 1}
+        assert isinstance(new.offer(), Credit)
+    pair.received.assert_none()
 
 
 def test_a_returned_credit_is_granted_again(link: ScriptedLink) -> None:

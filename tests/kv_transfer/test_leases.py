@@ -23,9 +23,9 @@ from lease_table import (
 
 from kvferry.core.ids import Incarnation, LeaseId
 from kvferry.kv_transfer.counters import Tally
+from kvferry.kv_transfer.ended import ENDED_KEPT
 from kvferry.kv_transfer.jobs import Account, Reason, ReceiveDone, ReceiveFailed, ReceiveJob
 from kvferry.kv_transfer.layout import Span
-from kvferry.kv_transfer.leases import ENDED_KEPT
 from kvferry.kv_transfer.plan import SlabMove
 from kvferry.kv_transfer.verdicts import Answer, Outcome
 

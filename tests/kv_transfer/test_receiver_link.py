@@ -301,6 +301,19 @@ def test_a_retired_link_ends() -> None:
     assert bench.inlet.closed
 
 
+def test_a_closed_link_is_not_woken_any_more() -> None:
+    """Else a lease would hold the slab memory of all links that it ever had."""
+    bench = Bench()
+    (credit,) = bench.offer(1)
+    bench.leases.offer()
+    bench.leases.claim(1)
+    bench.fill(credit, 0)
+    bench.link.close()
+    bench.leases.settle(1)
+    bench.leases.table.release(ONE)
+    assert bench.channel.wakes == 0
+
+
 def test_a_link_is_idle_while_nothing_is_wanted_or_granted() -> None:
     bench = Bench(num_slabs=1)
     assert bench.link.idle_since_s == bench.clock.now
