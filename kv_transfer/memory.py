@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,9 +9,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvferry.kernels.kv_pack.host import gather, host_shape, scatter
+from kvferry.kernels.kv_pack.host import gather, scatter
+from kvferry.kernels.kv_pack.host_cache import HostCache, HostMove
+from kvferry.kernels.kv_pack.host_compiled import compiled_pack
 from kvferry.kernels.kv_pack.host_digest import HOST_DIGESTS
-from kvferry.kernels.kv_pack.slab import KvSlots, Tokens
+from kvferry.kernels.kv_pack.slab import KvSlots
 from kvferry.kv_transfer.jobs import BlockTable
 from kvferry.kv_transfer.layout import QUANTISED_BYTES, KvLayout, Shard
 from kvferry.kv_transfer.plan import SlabMove
@@ -79,9 +80,12 @@ class PagedKvMemory:
         *,
         rank: int = 0,
         scales: torch.Tensor | None = None,
+        use_compiled: bool = True,
     ) -> None:
-        self._kv = KvSlots(slots, scales)
-        self._shard = check_shard(self._kv, layout, rank, len(generations))
+        kv = KvSlots(slots, scales)
+        self._shard = check_shard(kv, layout, rank, len(generations))
+        self._cache = HostCache(kv, layout.block_size)
+        self._compiled = compiled_pack() if use_compiled else None
         self.layout = layout
         self.rank = rank
         # 32-bit words are what multiply_sum adds up.
@@ -96,31 +100,21 @@ class PagedKvMemory:
     def pack(
         self, blocks: BlockTable, move: SlabMove, form: Form, slab: Slab, after: object = None
     ) -> list[int]:
-        return self._move(gather, blocks, move, form, slab)
+        return gather(self._cache, self._host_move(blocks, move, form), slab, self._compiled)
 
     def scatter(self, blocks: BlockTable, move: SlabMove, form: Form, slab: Slab) -> list[int]:
-        return self._move(scatter, blocks, move, form, slab)
+        return scatter(self._cache, self._host_move(blocks, move, form), slab, self._compiled)
 
-    def _move(
-        self,
-        function: Callable[..., list[int]],
-        blocks: BlockTable,
-        move: SlabMove,
-        form: Form,
-        slab: Slab,
-    ) -> list[int]:
-        tokens = Tokens(
-            blocks=torch.from_numpy(blocks.block_ids),
-            begin=move.tokens.begin,
-            end=move.tokens.end,
-            block_size=self.layout.block_size,
+    def _host_move(self, blocks: BlockTable, move: SlabMove, form: Form) -> HostMove:
+        return HostMove(
+            blocks=blocks.block_ids,
+            tokens=move.tokens,
+            layers=move.layers.relative_to(self._shard.layers.begin),
+            heads=move.heads.relative_to(self._shard.heads.begin),
+            wire=getattr(torch, form.wire),
+            digest=form.digest,
+            slab_index=move.index,
         )
-        layers = move.layers.relative_to(self._shard.layers.begin)
-        heads = move.heads.relative_to(self._shard.heads.begin)
-        wire = getattr(torch, form.wire)
-        shape = host_shape(self._kv, tokens, layers, heads, wire)
-        digests = HOST_DIGESTS[form.digest](shape, move.index)
-        return function(self._kv, tokens, layers, heads, wire, slab, digests)
 
 
 def check_shard(kv: KvSlots, layout: KvLayout, rank: int, num_blocks: int) -> Shard:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -47,23 +49,41 @@ def test_no_code_lies_in_an_unmapped_folder() -> None:
     assert inside - mapped == set()
 
 
+PIP = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
+
+
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from a copy of the sources and unpacked outside the project."""
-    scratch = tmp_path_factory.mktemp("packaging")
-    source, target = scratch / "source", scratch / "site"
-    source.mkdir()
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what a distribution is built from, without what was built before."""
+    source = tmp_path_factory.mktemp("sources")
     for folder in {path.relative_to(ROOT).parts[0] for path in package_folders().values()}:
-        ignored = shutil.ignore_patterns("__pycache__")
+        ignored = shutil.ignore_patterns("__pycache__", "*.so")
         shutil.copytree(ROOT / folder, source / folder, ignore=ignored)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
-    pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
+    return source
+
+
+def build_wheel(sources: Path, scratch: Path, **environment: str) -> Path:
     options = ["--no-deps", "--no-build-isolation", "--no-index"]
-    subprocess.run([*pip, "wheel", *options, "-w", scratch, source], check=True, cwd=scratch)
-    (wheel,) = scratch.glob("kvferry-*.whl")
+    shutil.rmtree(sources / "build", ignore_errors=True)
     subprocess.run(
-        [*pip, "install", "--no-deps", "--no-index", "--target", target, wheel], check=True
+        [*PIP, "wheel", *options, "-w", scratch, sources],
+        check=True,
+        cwd=scratch,
+        env=os.environ | environment,
+    )
+    (wheel,) = scratch.glob("kvferry-*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def installed(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, unpacked outside the project."""
+    scratch = tmp_path_factory.mktemp("packaging")
+    wheel, target = build_wheel(sources, scratch), scratch / "site"
+    subprocess.run(
+        [*PIP, "install", "--no-deps", "--no-index", "--target", target, wheel], check=True
     )
     return target
 
@@ -94,3 +114,18 @@ def test_the_wheel_carries_its_types_and_protocols(installed: Path) -> None:
     assert (installed / "kvferry" / "proto" / "worker.proto").is_file()
     assert (installed / "kvferry" / "proto" / "worker_pb2.pyi").is_file()
     assert (installed / "bin" / "kvferry").is_file()
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+def test_the_wheel_carries_the_compiled_pack_for_every_python(installed: Path) -> None:
+    folder = installed / "kvferry" / "kernels" / "kv_pack"
+    assert [path.name for path in folder.glob("*.so")] == ["_host_pack.abi3.so"]
+
+
+def test_without_a_compiler_the_wheel_lacks_the_compiled_pack_alone(
+    sources: Path, tmp_path: Path
+) -> None:
+    wheel = build_wheel(sources, tmp_path, CC="/bin/false")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "kvferry/kernels/kv_pack/host_compiled.py" in names
+    assert [name for name in names if name.endswith(".so")] == []

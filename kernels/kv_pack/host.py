@@ -8,222 +8,171 @@ converts element types, in pieces too small for a team.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from kvferry.kernels.kv_layer import QUANTISED_TYPES, dequantised, quantised
-from kvferry.kernels.kv_pack.host_digest import Bytes, TileDigests
-from kvferry.kernels.kv_pack.slab import KvSlots, Range, SlabShape, Tokens
+from kvferry.kernels.kv_pack.host_cache import Bytes, HostCache, HostMove
+from kvferry.kernels.kv_pack.host_compiled import CompiledPack
+from kvferry.kernels.kv_pack.host_digest import HOST_DIGESTS, TileDigests
+from kvferry.kernels.kv_pack.host_rows import PagedRows
+from kvferry.kernels.kv_pack.slab import SlabShape
 from kvferry.kernels.kv_pack.tiles import Tile, tiles
 
 PIECE = 1 << 15
 """Elements: torch converts so many, or fewer, in the thread that asks."""
-
-
-def host_shape(
-    kv: KvSlots, tokens: Tokens, layers: Range, heads: Range, wire: torch.dtype
-) -> SlabShape:
-    """The slab of a token range. Raises ValueError for a range that is not in the cache."""
-    num_layers, _, _, num_heads, head_dim = kv.elements.shape
-    for name, (begin, end), count in (
-        ("layers", layers, num_layers),
-        ("heads", heads, num_heads),
-        ("tokens", (tokens.begin, tokens.end), len(tokens.blocks) * tokens.block_size),
-    ):
-        if not 0 <= begin < end <= count:
-            raise ValueError(f"{name}: [{begin}, {end}) is not within [0, {count})")
-    if wire in QUANTISED_TYPES and head_dim % 4:
-        raise ValueError(f"wire: {head_dim} of {wire} are no whole 32-bit words")
-    num_rows, num_heads = 2 * (layers[1] - layers[0]), heads[1] - heads[0]
-    return SlabShape(
-        rows=num_rows, tokens=tokens.count, heads=num_heads, head_dim=head_dim, dtype=wire
-    )
+SCALE_BYTES = 4
 
 
 def gather(
-    kv: KvSlots,
-    tokens: Tokens,
-    layers: Range,
-    heads: Range,
-    wire: torch.dtype,
-    slab: memoryview,
-    digests: TileDigests,
+    cache: HostCache, move: HostMove, slab: memoryview, compiled: CompiledPack | None = None
 ) -> list[int]:
-    """Fill ``slab`` with a token range of a layer and head range, in the type ``wire``; the digest
-    of each tile, made while its bytes are hot.
+    """Fill ``slab`` with what ``move`` says, in its wire's type; the digest of each tile.
 
     Raises ValueError for what does not fit, IndexError for a block outside the cache.
     """
-    view = _SlabView(host_shape(kv, tokens, layers, heads, wire), slab)
-    rows = _Rows(kv, layers, heads)
-    slots = _slots(kv, tokens)
-    for tile in view.tiles():
-        elements, scales = view.elements(tile), view.scales(tile)
-        where = slots[tile.token_begin : tile.token_end]
-        if rows.dtype is wire:
-            _take(rows.elements[tile.row_begin : tile.row_end], where, elements)
-            if scales.size:
-                _take(rows.scales[tile.row_begin : tile.row_end], where, scales)
-        else:
-            rows.read(tile, where, wire, elements, scales)
-        digests.add(tile, _flat(elements), _flat(scales))
-    return digests.finish()
+    shape = _checked(cache, move, slab)
+    if compiled is not None and compiled.does(cache, move, shape):
+        return compiled.gather(cache, move, shape, slab)
+    return gather_tiles(cache, move, slab, HOST_DIGESTS[move.digest](shape, move.slab_index))
 
 
 def scatter(
-    kv: KvSlots,
-    tokens: Tokens,
-    layers: Range,
-    heads: Range,
-    wire: torch.dtype,
-    slab: memoryview,
-    digests: TileDigests,
+    cache: HostCache, move: HostMove, slab: memoryview, compiled: CompiledPack | None = None
 ) -> list[int]:
-    """Write ``slab`` into a token range of a layer and head range, in the cache's type; the digest
-    of each tile, of the very bytes written.
-
-    A peer that shares the slab may change it at any moment, so each tile is first copied to private
-    memory, and digest and write both read that copy. Raises as ``gather`` does.
+    """Write ``slab`` where ``move`` says, in the cache's type; the digest of each tile, of the very
+    bytes written. Raises as ``gather`` does.
     """
-    view = _SlabView(host_shape(kv, tokens, layers, heads, wire), slab)
-    rows = _Rows(kv, layers, heads)
-    slots = _slots(kv, tokens)
+    shape = _checked(cache, move, slab)
+    if compiled is not None and compiled.does(cache, move, shape):
+        return compiled.scatter(cache, move, shape, slab)
+    return scatter_tiles(cache, move, slab, HOST_DIGESTS[move.digest](shape, move.slab_index))
+
+
+def gather_tiles(
+    cache: HostCache, move: HostMove, slab: memoryview, digests: TileDigests
+) -> list[int]:
+    """``gather`` with numpy: each tile is digested while its bytes are hot."""
+    view, pages = _SlabView(cache.shape(move), slab), _CacheView(cache, move)
     for tile in view.tiles():
-        elements, scales = view.elements(tile).copy(), view.scales(tile).copy()
-        digests.add(tile, _flat(elements), _flat(scales))
-        where = slots[tile.token_begin : tile.token_end]
-        if rows.dtype is wire:
-            rows.elements[tile.row_begin : tile.row_end, where] = elements
-            if scales.size:
-                rows.scales[tile.row_begin : tile.row_end, where] = scales
+        part = view.part(tile)
+        if cache.dtype is move.wire:
+            pages.read(tile, part)
         else:
-            rows.write(tile, where, wire, elements, scales)
+            values = pages.memory(tile)
+            pages.read(tile, values)
+            _convert(values, cache.dtype, part, move.wire, cache.head_dim)
+        digests.add(tile, part.elements, part.scales)
     return digests.finish()
 
 
-class _SlabView:
-    """A slab by its tiles: bytes of elements [rows, tokens, h, D * itemsize], and float32 scales
-    [rows, tokens, h], of size 0 in a float type.
+def scatter_tiles(
+    cache: HostCache, move: HostMove, slab: memoryview, digests: TileDigests
+) -> list[int]:
+    """``scatter`` with numpy. A peer that shares the slab may change it at any moment, so each tile
+    is first copied to private memory, and digest and write both read that copy.
     """
+    view, pages = _SlabView(cache.shape(move), slab), _CacheView(cache, move)
+    for tile in view.tiles():
+        part = view.part(tile).copy()
+        digests.add(tile, part.elements, part.scales)
+        if cache.dtype is move.wire:
+            pages.write(tile, part)
+        else:
+            values = pages.memory(tile)
+            _convert(part, move.wire, values, cache.dtype, cache.head_dim)
+            pages.write(tile, values)
+    return digests.finish()
+
+
+def _checked(cache: HostCache, move: HostMove, slab: memoryview) -> SlabShape:
+    shape = cache.shape(move)
+    if slab.nbytes != shape.nbytes:
+        raise ValueError(f"slab: holds {slab.nbytes} bytes, the range {shape.nbytes}")
+    return shape
+
+
+class _Part(NamedTuple):
+    """The bytes of a tile, flat."""
+
+    elements: Bytes
+    """Of [rows, tokens, h, D]."""
+    scales: Bytes
+    """Of float32 [rows, tokens, h]; none in a float type."""
+
+    def copy(self) -> _Part:
+        return _Part(self.elements.copy(), self.scales.copy())
+
+
+class _SlabView:
+    """A slab by its tiles."""
 
     def __init__(self, shape: SlabShape, slab: memoryview) -> None:
-        if slab.nbytes != shape.nbytes:
-            raise ValueError(f"slab: holds {slab.nbytes} bytes, the range {shape.nbytes}")
+        self._token_bytes = shape.token_nbytes
+        self._scale_bytes = shape.heads * SCALE_BYTES
         self._shape = shape
         flat = np.frombuffer(slab, np.uint8)
-        head_bytes = shape.head_dim * shape.dtype.itemsize
-        self._token_bytes = shape.heads * head_bytes
-        self._elements = flat[: shape.elements_nbytes].reshape(-1, shape.heads, head_bytes)
-        self._scales = flat[shape.elements_nbytes :].view(np.float32).reshape(-1, shape.heads)
+        self._elements, self._scales = np.split(flat, [shape.elements_nbytes])
 
     def tiles(self) -> Iterator[Tile]:
         return tiles(self._shape.rows, self._shape.tokens, self._token_bytes)
 
-    def elements(self, tile: Tile) -> Bytes:
-        return self._part(self._elements, tile)
-
-    def scales(self, tile: Tile) -> NDArray[np.float32]:
+    def part(self, tile: Tile) -> _Part:
+        elements = self._elements[tile.offset : tile.offset + tile.nbytes]
         if not self._scales.size:
-            return self._scales
-        return self._part(self._scales, tile)
+            return _Part(elements, self._scales)
+        begin, end = tile.offset, tile.offset + tile.nbytes
+        begin, end = (at // self._token_bytes * self._scale_bytes for at in (begin, end))
+        return _Part(elements, self._scales[begin:end])
 
-    def _part(self, values: NDArray[Any], tile: Tile) -> NDArray[Any]:
-        """A tile's token rows, which lie side by side."""
+
+class _CacheView:
+    """What is moved, by the tiles of its slab."""
+
+    def __init__(self, cache: HostCache, move: HostMove) -> None:
+        rows = [PagedRows(tensor, move, cache.block_size) for tensor in cache.tensors]
+        self._elements, self._scales = rows[0], rows[1:]
+        self._num_heads = move.heads[1] - move.heads[0]
+        self._head_bytes = cache.elements.head_bytes
+
+    def read(self, tile: Tile, part: _Part) -> None:
+        self._elements.read(tile, part.elements)
+        for scales in self._scales:
+            scales.read(tile, part.scales)
+
+    def write(self, tile: Tile, part: _Part) -> None:
+        self._elements.write(tile, part.elements)
+        for scales in self._scales:
+            scales.write(tile, part.scales)
+
+    def memory(self, tile: Tile) -> _Part:
+        """For a tile in the cache's type."""
         num_rows, num_tokens = tile.row_end - tile.row_begin, tile.token_end - tile.token_begin
-        begin = tile.row_begin * self._shape.tokens + tile.token_begin
-        part = values[begin : begin + num_rows * num_tokens]
-        return part.reshape(num_rows, num_tokens, *values.shape[1:])
+        heads = num_rows * num_tokens * self._num_heads
+        scales = heads * SCALE_BYTES if self._scales else 0
+        return _Part(np.empty(heads * self._head_bytes, np.uint8), np.empty(scales, np.uint8))
 
 
-class _Rows:
-    """A layer and head range of the cache, row by row (K and V of each layer in turn)."""
-
-    def __init__(self, kv: KvSlots, layers: Range, heads: Range) -> None:
-        self.dtype = kv.elements.dtype
-        part = kv.elements[layers[0] : layers[1]].flatten(0, 1)
-        self._typed = part[:, :, heads[0] : heads[1]]
-        as_bytes: Bytes = part.view(torch.uint8).numpy()
-        self.elements = as_bytes[:, :, heads[0] : heads[1]]
-        """[rows, slots, h, D * itemsize]"""
-        self.scales: NDArray[np.float32] = np.empty(0, np.float32)
-        """[rows, slots, h], of size 0 in a float type"""
-        if kv.scales is not None:
-            scales = kv.scales[layers[0] : layers[1]].flatten(0, 1)
-            self.scales = scales[:, :, heads[0] : heads[1]].numpy()
-
-    def read(
-        self,
-        tile: Tile,
-        slots: NDArray[np.int64],
-        wire: torch.dtype,
-        elements: Bytes,
-        scales: NDArray[np.float32],
-    ) -> None:
-        """Convert a tile to ``wire``. elements, scales: the tile in the slab."""
-        for row, piece in self._pieces(tile, len(slots)):
-            ids = torch.from_numpy(slots[piece])
-            scale = None
-            if self.scales.size:
-                scale = torch.from_numpy(self.scales[row][slots[piece]])
-            values, scale = _converted(self._typed[row][ids], scale, wire)
-            inside = row - tile.row_begin
-            elements[inside, piece] = values.view(torch.uint8).numpy()
-            if scale is not None:
-                scales[inside, piece] = scale.numpy()
-
-    def write(
-        self,
-        tile: Tile,
-        slots: NDArray[np.int64],
-        wire: torch.dtype,
-        elements: Bytes,
-        scales: NDArray[np.float32],
-    ) -> None:
-        """Convert a tile from ``wire``; the reverse of ``read``."""
-        for row, piece in self._pieces(tile, len(slots)):
-            inside = row - tile.row_begin
-            values = torch.from_numpy(elements[inside, piece]).view(wire)
-            scale = torch.from_numpy(scales[inside, piece]) if scales.size else None
-            values, scale = _converted(values, scale, self.dtype)
-            self.elements[row, slots[piece]] = values.view(torch.uint8).numpy()
-            if scale is not None:
-                self.scales[row, slots[piece]] = scale.numpy()
-
-    def _pieces(self, tile: Tile, num_tokens: int) -> Iterator[tuple[int, slice]]:
-        """Rows of a tile, each in runs of tokens that torch converts without a team."""
-        length = max(1, PIECE // (self._typed.shape[2] * self._typed.shape[3]))
-        for row in range(tile.row_begin, tile.row_end):
-            for begin in range(0, num_tokens, length):
-                yield row, slice(begin, min(begin + length, num_tokens))
+def _convert(
+    source: _Part, source_dtype: torch.dtype, target: _Part, dtype: torch.dtype, head_dim: int
+) -> None:
+    """Elements and scales in another type, in pieces that torch converts without a team."""
+    from_values, from_scales = _typed(source, source_dtype, head_dim)
+    to_values, to_scales = _typed(target, dtype, head_dim)
+    length = max(1, PIECE // head_dim)
+    for begin in range(0, len(from_values), length):
+        piece = slice(begin, begin + length)
+        values = from_values[piece]
+        if len(from_scales):
+            values = dequantised(values, from_scales[piece])
+        if dtype in QUANTISED_TYPES:
+            values, to_scales[piece] = quantised(values, dtype)
+        to_values[piece] = values.to(dtype)
 
 
-def _converted(
-    x: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Elements [..., h, D] and scales [..., h] in another type."""
-    values = x if scale is None else dequantised(x, scale)
-    return quantised(values, dtype) if dtype in QUANTISED_TYPES else (values.to(dtype), None)
-
-
-def _slots(kv: KvSlots, tokens: Tokens) -> NDArray[np.int64]:
-    """[tokens] slots of a token range. Raises IndexError for a block outside the cache."""
-    position = np.arange(tokens.begin, tokens.end, dtype=np.int64)
-    blocks = tokens.blocks.numpy()[position // tokens.block_size].astype(np.int64)
-    if blocks.min() < 0 or (blocks.max() + 1) * tokens.block_size > kv.num_slots:
-        raise IndexError(f"tokens.blocks: a block is outside the cache of {kv.num_slots} slots")
-    return blocks * tokens.block_size + position % tokens.block_size
-
-
-def _take(rows: NDArray[Any], slots: NDArray[np.int64], out: NDArray[Any]) -> None:
-    if rows.flags.c_contiguous:
-        # The slots are checked, so clip changes none; it spares numpy a copy of the result.
-        np.take(rows, slots, axis=1, out=out, mode="clip")
-    else:
-        out[...] = rows[:, slots]
-
-
-def _flat(values: NDArray[Any]) -> Bytes:
-    return values.reshape(-1).view(np.uint8)
+def _typed(part: _Part, dtype: torch.dtype, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Elements [heads of the tile, D] and float32 scales [heads of the tile]."""
+    elements = torch.from_numpy(part.elements).view(dtype).view(-1, head_dim)
+    return elements, torch.from_numpy(part.scales.view(np.float32))

@@ -13,13 +13,11 @@ from typing import Protocol
 import numpy as np
 import torch
 import xxhash
-from numpy.typing import NDArray
 
 from kvferry.kernels.kv_pack.digest import COLUMNS, MASK_32, digests, keys
+from kvferry.kernels.kv_pack.host_cache import Bytes
 from kvferry.kernels.kv_pack.slab import SlabShape
 from kvferry.kernels.kv_pack.tiles import Tile
-
-Bytes = NDArray[np.uint8]
 
 
 class TileDigests(Protocol):

@@ -131,8 +131,13 @@ class SlabShape:
         return self.heads * self.head_words
 
     @property
+    def token_nbytes(self) -> int:
+        """One token of one row, without scales."""
+        return self.heads * self.head_dim * self.dtype.itemsize
+
+    @property
     def elements_nbytes(self) -> int:
-        return self.rows * self.tokens * self.token_words * WORD_BYTES
+        return self.rows * self.tokens * self.token_nbytes
 
     @property
     def is_quantised(self) -> bool:
@@ -147,7 +152,7 @@ class SlabShape:
     @property
     def cut(self) -> TileCut:
         """Its tiles, by the bytes of the elements; a token's scales belong to its tile."""
-        return TileCut.of(self.rows, self.tokens, self.token_words * WORD_BYTES)
+        return TileCut.of(self.rows, self.tokens, self.token_nbytes)
 
     def elements(self, slab: torch.Tensor) -> torch.Tensor:
         """View [R, T, h, D] of the bytes of a slab."""

@@ -1,9 +1,9 @@
 """How a slab is cut into tiles: the unit of gather, digest and scatter.
 
 A slab is [rows, tokens, heads, head_dim] with rows = 2 x layers (K and V of each layer in turn). A
-tile is a run of whole rows, or of tokens of one row, of about TILE_BYTES: small enough that the
-digest reads bytes that are still in the cache. Both sides derive the same tiles from the slab's
-shape alone; block sizes play no part.
+tile is a run of whole rows, or of tokens of one row, as near to TILE_BYTES as equal tiles come:
+small enough that the digest reads bytes that are still in the cache. Both sides derive the same
+tiles from the slab's shape alone; block sizes play no part.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ class TileCut:
     @classmethod
     def of(cls, rows: int, tokens: int, row_token_bytes: int) -> TileCut:
         """``row_token_bytes``: one token of one row."""
-        rows_per_tile = max(1, TILE_BYTES // (tokens * row_token_bytes))
-        tokens_per_tile = min(tokens, max(1, TILE_BYTES // row_token_bytes))
-        return cls(rows, tokens, rows_per_tile, tokens_per_tile)
+        row_bytes = tokens * row_token_bytes
+        rows_per_tile = max(1, (TILE_BYTES + row_bytes // 2) // row_bytes)
+        tiles_per_row = max(1, (row_bytes + TILE_BYTES // 2) // TILE_BYTES)
+        return cls(rows, tokens, rows_per_tile, -(-tokens // tiles_per_row))
 
     @property
     def tiles_per_row(self) -> int:

@@ -1,0 +1,129 @@
+"""The compiled gather and scatter of ``host_pack.c``, where the installation has built them.
+
+The library is optional: without a compiler at installation numpy does the same work. It is called
+through ctypes, which lets other threads run meanwhile.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+import numpy as np
+
+from kvferry.kernels.kv_pack.host_cache import HostCache, HostMove
+from kvferry.kernels.kv_pack.slab import SlabShape
+
+ABI = 1
+"""As in ``host_pack.c``: a library left behind by an older version is not used."""
+SHORT = 240
+"""xxh3 treats inputs of so many bytes, and fewer, in other ways, which are not compiled."""
+NAME = "_host_pack"
+LANES = {0: "plain C", 1: "AVX2", 2: "AVX-512"}
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = (
+        ("cache", ctypes.c_void_p),
+        ("row_stride", ctypes.c_int64),
+        ("slot_stride", ctypes.c_int64),
+        ("token_bytes", ctypes.c_int64),
+    )
+
+
+class _Range(ctypes.Structure):
+    _fields_ = (
+        ("blocks", ctypes.c_void_p),
+        ("num_blocks", ctypes.c_int64),
+        ("block_size", ctypes.c_int64),
+        ("begin", ctypes.c_int64),
+        ("tokens", ctypes.c_int64),
+        ("rows", ctypes.c_int64),
+        ("tokens_per_tile", ctypes.c_int64),
+        ("rows_per_tile", ctypes.c_int64),
+    )
+
+
+class CompiledPack:
+    """One library. Raises OSError when it cannot be loaded or has another version."""
+
+    def __init__(self, path: Path) -> None:
+        library = ctypes.CDLL(str(path))
+        if library.kvferry_abi() != ABI:
+            raise OSError(f"{path} was built for another version")
+        self._move = library.kvferry_move
+        self._move.restype = ctypes.c_int
+        self._move.argtypes = (
+            ctypes.POINTER(_Tensor),
+            ctypes.c_int,
+            ctypes.POINTER(_Range),
+            ctypes.c_void_p,
+            ctypes.c_uint64,
+            ctypes.c_void_p,
+            ctypes.c_int,
+        )
+        self.lanes: str = LANES[library.kvferry_lanes()]
+        """What it computes digests with."""
+
+    def does(self, cache: HostCache, move: HostMove, shape: SlabShape) -> bool:
+        """Whether it does this move: without conversion, in xxh3 of tiles that are long enough."""
+        cut = shape.cut
+        tokens = (shape.tokens - 1) % cut.tokens_per_tile + 1
+        rows = (shape.rows - 1) % cut.rows_per_tile + 1
+        shortest = rows * tokens * shape.nbytes // (shape.rows * shape.tokens)
+        return cache.dtype is move.wire and move.digest == "xxh3" and shortest > SHORT
+
+    def gather(
+        self, cache: HostCache, move: HostMove, shape: SlabShape, slab: memoryview
+    ) -> list[int]:
+        """See ``host``. The move, its shape and the slab are checked."""
+        return self._run(cache, move, shape, slab, True)
+
+    def scatter(
+        self, cache: HostCache, move: HostMove, shape: SlabShape, slab: memoryview
+    ) -> list[int]:
+        """The reverse of ``gather``: each byte is read once, digested and written."""
+        return self._run(cache, move, shape, slab, False)
+
+    def _run(
+        self, cache: HostCache, move: HostMove, shape: SlabShape, slab: memoryview, is_gather: bool
+    ) -> list[int]:
+        tensors = (_Tensor * len(cache.tensors))()
+        for tensor, data in zip(tensors, cache.tensors, strict=True):
+            offset = 2 * move.layers[0] * data.row_bytes + move.heads[0] * data.head_bytes
+            tensor.cache = data.address + offset
+            tensor.row_stride = data.row_bytes
+            tensor.slot_stride = data.slot_bytes
+            tensor.token_bytes = shape.heads * data.head_bytes
+        blocks, cut = np.ascontiguousarray(move.blocks, np.int32), shape.cut
+        tokens = _Range(
+            blocks.ctypes.data,
+            cache.num_slots // cache.block_size,
+            cache.block_size,
+            move.tokens[0],
+            shape.tokens,
+            shape.rows,
+            cut.tokens_per_tile,
+            cut.rows_per_tile,
+        )
+        digests = (ctypes.c_uint64 * cut.num_tiles)()
+        address = np.frombuffer(slab, np.uint8).ctypes.data
+        seed = move.slab_index << 32
+        if self._move(tensors, len(tensors), tokens, address, seed, digests, is_gather):
+            raise IndexError(f"blocks: one is outside the cache of {tokens.num_blocks}")
+        return list(digests)
+
+
+@cache
+def compiled_pack() -> CompiledPack | None:
+    """The library of this installation; None when there is none that can be used."""
+    for suffix in EXTENSION_SUFFIXES:
+        path = Path(__file__).with_name(NAME + suffix)
+        if path.exists():
+            try:
+                return CompiledPack(path)
+            except (OSError, AttributeError):
+                return None
+    return None

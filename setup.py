@@ -1,0 +1,21 @@
+"""The one thing that pyproject.toml cannot say for good: a C file that is compiled where it can be.
+
+It holds no Python and needs no headers of it, so one build serves every version; kvferry runs
+without it (see kernels/kv_pack/host_compiled.py).
+"""
+
+from setuptools import Extension, setup
+
+setup(
+    ext_modules=[
+        Extension(
+            "kvferry.kernels.kv_pack._host_pack",
+            ["kernels/kv_pack/host_pack.c"],
+            depends=["kernels/kv_pack/xxh3.h"],
+            extra_compile_args=["-O3", "-std=gnu11"],
+            py_limited_api=True,
+            optional=True,
+        )
+    ],
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},
+)

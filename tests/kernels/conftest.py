@@ -1,0 +1,35 @@
+"""What tests of several kernels need."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import numpy as np
+import pytest
+
+
+@pytest.fixture
+def scribbled() -> Callable[[memoryview], AbstractContextManager[None]]:
+    """Another thread writes all over some memory for the time of a block."""
+
+    @contextmanager
+    def scribble_on(memory: memoryview) -> Iterator[None]:
+        done, data = threading.Event(), np.frombuffer(memory, np.uint8)
+
+        def scribble() -> None:
+            value = 0
+            while not done.is_set():
+                value = (value + 1) % 256
+                data[::4032] = value
+
+        thread = threading.Thread(target=scribble)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+
+    return scribble_on
