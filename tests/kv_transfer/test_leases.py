@@ -46,7 +46,9 @@ def offered(leases: Leases) -> Leases:
 def test_a_lease_is_done_after_its_last_slab(leases: Leases) -> None:
     leases.clock.now += 5.0  # while the prompt is computed
     assert leases.offer().answer is Answer.ACK
-    leases.clock.now += 3.0
+    leases.clock.now += 1.0
+    assert leases.offer().answer is Answer.ACK
+    leases.clock.now += 2.0
     for move in reversed(MOVES):
         assert not leases.events
         assert leases.claim(move.index) is Answer.SCATTER

@@ -1,4 +1,4 @@
-"""A receiver's link on a virtual clock: pulls, late bytes, waiting slabs, gaps, timers, probes."""
+"""A receiver's link on a virtual clock: pulls, late bytes, waiting slabs, gaps and timers."""
 
 from __future__ import annotations
 
