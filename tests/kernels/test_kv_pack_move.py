@@ -253,10 +253,10 @@ def test_block_sizes_are_free_on_both_sides(size: tuple[int, int]) -> None:
 @pytest.mark.parametrize(
     ("layers", "tokens", "heads", "head_dim", "dtype", "wire", "num_tiles"),
     [
-        (1, 345, 3, 64, torch.float32, torch.float32, 4),
-        (3, 200, 2, 128, torch.bfloat16, torch.bfloat16, 3),
+        (1, 600, 3, 64, torch.float32, torch.float32, 4),
+        (3, 200, 2, 128, torch.bfloat16, torch.bfloat16, 2),
         (1, 6, 5, 256, torch.float32, torch.float32, 1),
-        (1, 140, 4, 128, torch.float8_e4m3fn, torch.float32, 4),
+        (1, 200, 4, 128, torch.float8_e4m3fn, torch.float32, 4),
     ],
     ids=["tiles of a row", "rows of a tile", "a token wider than a program", "converted"],
 )
@@ -286,9 +286,9 @@ def test_the_split_of_the_work_leaves_no_trace(
 
 
 def test_scatter_tells_which_tile_was_damaged() -> None:
-    kv = random_cache(4, torch.float32, 1, 2, 300, 1, 128)
-    whole = Tokens(blocks=torch.arange(300), begin=0, end=300, block_size=1), (0, 1), (0, 1)
-    slab = torch.empty(2 * 300 * 512, dtype=torch.uint8)
+    kv = random_cache(4, torch.float32, 1, 2, 400, 1, 128)
+    whole = Tokens(blocks=torch.arange(400), begin=0, end=400, block_size=1), (0, 1), (0, 1)
+    slab = torch.empty(2 * 400 * 512, dtype=torch.uint8)
     totals = wrapper.gather(kv, *whole, torch.float32, slab)
     slab[-1] ^= 0x80
     found = wrapper.scatter(kv, *whole, torch.float32, slab)
