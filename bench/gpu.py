@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -114,6 +115,35 @@ def read_outcome(xml: str) -> Found:
     return Found(rows=rows, claims=[claim])
 
 
+def kv_step(limit_s: float) -> Found:
+    """KV caches on the device, cuda_ipc, NCCL and a push beside the computation."""
+    require_cuda()
+    # A process of its own: others import what a bare host may lack.
+    for needed in ("msgspec", "xxhash"):
+        if importlib.util.find_spec(needed) is None:
+            raise StartupError(f"{needed} is not installed")
+    command = [sys.executable, "-P", "-m", "kvferry.bench.kv_device"]
+    # What has begun when the budget is used up still ends.
+    command += ["--budget", str(limit_s / 2)]
+    try:
+        done = subprocess.run(command, timeout=limit_s, stdout=subprocess.PIPE, text=True)
+    except subprocess.TimeoutExpired:
+        raise StartupError(f"not done after {limit_s:.0f} s") from None
+    if done.returncode:
+        raise RuntimeError(f"it ended with status {done.returncode}; its output says why")
+    return read_report(done.stdout)
+
+
+def read_report(text: str) -> Found:
+    """Rows and claims of a report in JSON, as ``Report.to_json`` has it."""
+    report = json.loads(text)
+    claims = []
+    for fields in report["claims"]:
+        del fields["met"]
+        claims.append(Claim(**{**fields, "better": Better(fields["better"])}))
+    return Found(rows=report["rows"], claims=claims)
+
+
 def engine_step(limit_s: float) -> Found:
     """A model in steps of all kinds, its logits against the same weights on the CPU."""
     rows, claim = check_all(require_cuda())
@@ -123,6 +153,7 @@ def engine_step(limit_s: float) -> Found:
 STEPS = (
     Step("kernels", KERNELS_S, kernels_step),
     Step("engine", 60.0, engine_step),
+    Step("kv", 120.0, kv_step),
     Step("tests", 240.0, tests_step),
 )
 
