@@ -13,7 +13,13 @@ from kvferry.core.config import Config
 from kvferry.core.errors import ConfigError, ProtocolError
 from kvferry.core.ids import AttemptKey, BlockHash, BlockId, Incarnation, LeaseId
 from kvferry.kv_transfer.choices import Choices
-from kvferry.kv_transfer.endpoints import TRANSPORTS, ListenOptions, listen
+from kvferry.kv_transfer.endpoints import (
+    TRANSPORTS,
+    ListenOptions,
+    Medium,
+    Transport,
+    listen,
+)
 from kvferry.kv_transfer.handshake import LinkOptions
 from kvferry.kv_transfer.jobs import (
     Account,
@@ -166,7 +172,7 @@ def listeners(config: Config, host: str) -> list[Listener]:
         return [listen(wanted, options)]
     return [
         transport.listen(options)
-        for transport in TRANSPORTS.values()
+        for transport in _transports(config).values()
         if transport.name != "loopback"
         and (transport.authenticates or config.transfer.trusted_network)
         and transport.why_not() is None
@@ -179,9 +185,19 @@ def link_choices(config: Config) -> Choices:
     """
     transfer = config.transfer
     forced = None if transfer.transport == "auto" else transfer.transport
-    choices = Choices(forced, transfer.trusted_network)
+    choices = Choices(forced, transfer.trusted_network, _transports(config))
     choices.check()
     return choices
+
+
+def _transports(config: Config) -> dict[str, Transport]:
+    """Those that this worker's caches can use: a host may have GPUs that it does not compute on."""
+    on_device = config.cluster.device != "cpu"
+    return {
+        name: transport
+        for name, transport in TRANSPORTS.items()
+        if on_device or transport.medium is not Medium.DEVICE
+    }
 
 
 def link_options(config: Config, secret: str, incarnation: Incarnation) -> LinkOptions:
