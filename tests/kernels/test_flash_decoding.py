@@ -261,9 +261,7 @@ def test_fp8_on_a_chip_without_the_instruction(seeded: int) -> None:
 
 
 def test_scales_that_float16_does_not_hold(seeded: int) -> None:
-    batch = make_batch(
-        Shape(lengths=((37, 1),), dtype=torch.int8, q_dtype=torch.bfloat16), seeded
-    )
+    batch = make_batch(Shape(lengths=((37, 1),), dtype=torch.int8, q_dtype=torch.bfloat16), seeded)
     assert batch.kv.v_scale is not None
     batch.kv.v_scale.mul_(1e7)
     check(batch, batch.plan())
