@@ -29,10 +29,6 @@ class EndedLeases:
         if len(self._ended) > ENDED_KEPT:
             self._ended.popitem(last=False)
 
-    def forget(self, lease: LeaseId) -> None:
-        """Its number is given again."""
-        self._ended.pop(lease, None)
-
     def state(self, lease: LeaseId) -> State | None:
         """None for a lease that is not remembered."""
         ended = self._ended.get(lease)

@@ -63,7 +63,6 @@ class LeaseTable:
         with self._changing() as news:
             if job.lease in self._leases:
                 raise ValueError(f"lease {job.lease} is live")
-            self._ended.forget(job.lease)
             self._leases[job.lease] = lease
             if lease.coverage.complete:
                 self._end(lease, Event.COMPLETE, lease.done(self._clock()), news)

@@ -24,7 +24,14 @@ from lease_table import (
 from kvferry.core.ids import Incarnation, LeaseId
 from kvferry.kv_transfer.counters import Tally
 from kvferry.kv_transfer.ended import ENDED_KEPT
-from kvferry.kv_transfer.jobs import Account, Reason, ReceiveDone, ReceiveFailed, ReceiveJob
+from kvferry.kv_transfer.jobs import (
+    Account,
+    Reason,
+    ReceiveClosed,
+    ReceiveDone,
+    ReceiveFailed,
+    ReceiveJob,
+)
 from kvferry.kv_transfer.layout import Span
 from kvferry.kv_transfer.plan import SlabMove
 from kvferry.kv_transfer.verdicts import Answer, Outcome
@@ -111,6 +118,7 @@ def test_ranks_count_their_slabs_each_from_zero(leases: Leases) -> None:
     [
         [(0, NBYTES - 1, 1)],
         [(0, NBYTES + 1, 1)],
+        [(0, NBYTES + 1, 2)],
         [(0, NBYTES // 2, 1)],
         [(0, NBYTES, 2), (1, 1, 2)],
         [(0, NBYTES // 2, 2), (1, NBYTES // 2 - 1, 2)],
@@ -148,6 +156,36 @@ def test_a_scatter_that_never_returns_fails_the_lease_of_those_that_wait(offered
     assert not offered.events
     assert offered.settle(0).answer is Answer.ABORT
     assert offered.events == [failed(Reason.TIMEOUT, "a scatter is stuck")]
+
+
+def test_a_stuck_slab_of_another_attempt_fails_nothing(offered: Leases) -> None:
+    offered.claim(0)
+    offered.table.stuck(header(MOVES[1], attempt=2))
+    offered.table.stuck(header(MOVES[1], lease=2))
+    assert offered.settle(0).answer is Answer.ACK
+
+
+def test_of_two_endings_during_a_scatter_the_first_counts(offered: Leases) -> None:
+    offered.claim(0)
+    offered.table.release(ONE)
+    offered.clock.now = 110.0
+    offered.table.expire()
+    offered.settle(0)
+    assert offered.events == [ReceiveClosed(key(), ONE)]
+
+
+def test_slabs_asked_for_again_are_counted_in_the_account(offered: Leases) -> None:
+    offered.claim(0)
+    offered.settle(0, Outcome.DAMAGED)
+    for move in MOVES:
+        offered.claim(move.index)
+        offered.settle(move.index)
+    (event,) = offered.events
+    assert isinstance(event, ReceiveDone)
+    # Bytes and seconds are of the same scatters, the one in vain included.
+    assert event.account.resends == 1
+    assert event.account.nbytes == NBYTES + MOVES[0].nbytes
+    assert event.account.busy_s == 0.5 * (len(MOVES) + 1)
 
 
 def test_another_life_of_the_sender_is_refused_and_counted(offered: Leases) -> None:
