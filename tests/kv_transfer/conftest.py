@@ -184,6 +184,7 @@ class PairFactory:
         source_layout: dict[str, Any] | None = None,
         target_layout: dict[str, Any] | None = None,
         push: Push = Push.AUTO,
+        choices: Choices | None = None,
         connect: Connect = connect_any,
         also: Sequence[str] = (),
         **options: Any,
@@ -207,7 +208,7 @@ class PairFactory:
             sent,
             lambda endpoint, timeout_s: wrap(connect(endpoint, timeout_s)),
             push=push,
-            choices=Choices(trusted_network=True),
+            choices=choices or Choices(trusted_network=True),
             on_probed=probed.put,
         )
         pair = Pair(source, target, sender, receiver, sent, received, link_options, tokens, probed)
