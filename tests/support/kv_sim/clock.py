@@ -61,7 +61,13 @@ class Agenda:
         self.events += 1
         if self.now > HORIZON_S or self.events > MAX_EVENTS:
             raise Hang(f"still busy after {self.now:.1f} s and {self.events} events")
-        call(*arguments)
+        try:
+            call(*arguments)
+        except Hang:
+            raise
+        except Exception as error:
+            # Not the fault of whoever happens to let time pass.
+            self.defect(f"{call}: {error!r}", error)
 
 
 def _raise(text: str, error: Exception) -> None:

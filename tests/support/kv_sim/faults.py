@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kv_sim.workers import DecodeSide, PrefillSide, Worker
-
-from kvferry.kv_transfer.faults import Chances, Fault
 from kvferry.engine.sequences import State, WorkerSequence
+from kvferry.kv_transfer.faults import FAULTS_AT, Chances, Fault, Place
 
 if TYPE_CHECKING:
     from kv_sim.router import Router
@@ -21,14 +20,18 @@ def client_leaves(world: World) -> None:
     waiting = [r for r in world.requests() if not r.outcome]
     if not waiting:
         return
-    request = world.random.choice(waiting)
+    leave(world, world.random.choice(waiting).number)
+
+
+def leave(world: World, number: int) -> None:
+    """The client of one request is gone."""
     for worker in world.live_workers():
         for seq in worker.sequences:
-            if seq.key.request == request.number:
+            if seq.key.request == number:
                 world.covered[f"cancelled while {seq.state} on {worker.shape.name[0]}"] += 1
-    world.note("client of request %d leaves", request.number)
+    world.note("client of request %d leaves", number)
     for router in world.routers:
-        router.cancel(request)
+        router.cancel(number)
 
 
 def renewals_stop(world: World) -> None:
@@ -41,6 +44,20 @@ def renewals_stop(world: World) -> None:
 
 def _renews_again(router: Router) -> None:
     router.renews = True
+
+
+def router_pauses(world: World) -> None:
+    """SIGSTOP, and SIGCONT later: nothing goes to it or comes from it."""
+    router = world.random.choice(world.routers)
+    until_s = world.agenda.now + 4.0 * world.random.random()
+    world.note("router %d stops until %.2f", router.incarnation, until_s)
+    for session in router.sessions:
+        session.hold(until_s)
+
+
+def leases_mixed_up(world: World) -> None:
+    """A defect of a router: from now on, for a while, it may name the lease of another request."""
+    world.mixed_up_until_s = world.agenda.now + world.random.random()
 
 
 def session_breaks(world: World) -> None:
@@ -97,7 +114,8 @@ def wire_goes_bad(world: World) -> None:
     """For a while, links lose, double, reorder, damage and replay what they carry, or die."""
     draw = world.random
     chance = draw.choice((0.02, 0.1, 0.3))
-    kinds = draw.sample(list(Fault), k=draw.randint(1, 4))
+    among = draw.choice((list(Fault), FAULTS_AT[Place.PUSH], FAULTS_AT[Place.SEND]))
+    kinds = draw.sample(among, k=draw.randint(1, 3))
     world.chances = Chances(dict.fromkeys(kinds, chance))
     world.bad_until_s = world.agenda.now + 2.0 * draw.random()
     world.note("wires go bad: %s", ", ".join(kinds))
@@ -115,23 +133,29 @@ def blocks_given_away(world: World) -> None:
         (worker, seq)
         for worker in world.live_workers()
         for seq in worker.sequences
-        if _in_transfer(worker, seq)
+        if in_transfer(worker, seq)
     ]
     if not found:
         return
     worker, seq = world.random.choice(found)
+    blocks_given_away_of(worker, seq)
+    for _ in range(2):
+        world.arrive()
+
+
+def blocks_given_away_of(worker: Worker, seq: WorkerSequence) -> None:
+    world = worker.world
     world.covered[f"blocks given away while {seq.state} on {worker.shape.name[0]}"] += 1
     world.note("%s gives the blocks of %s away", worker.name, seq.key)
+    world.invariants.forget(worker, seq.key)
     if isinstance(worker, DecodeSide):
         # As if they were another sequence's already: nothing may be written there any more.
         worker.pool.generations[seq.blocks[seq.published :]] += 1
-        worker.sequences.close(seq)
-    else:
-        worker.sequences.close(seq)
+    worker.sequences.close(seq)
     worker.thread.wake()
 
 
-def _in_transfer(worker: Worker, seq: WorkerSequence) -> bool:
+def in_transfer(worker: Worker, seq: WorkerSequence) -> bool:
     if worker.thread.busy:
         return False
     if isinstance(worker, DecodeSide):
@@ -153,13 +177,15 @@ def _prefill(world: World) -> list[PrefillSide]:
 WEIGHTS: dict[Happening, float] = {
     client_leaves: 5.0,
     renewals_stop: 1.0,
+    router_pauses: 0.7,
+    leases_mixed_up: 0.5,
     session_breaks: 1.0,
     router_dies: 0.5,
     worker_dies: 1.0,
     worker_pauses: 1.0,
     link_breaks: 2.0,
     all_is_slow: 1.5,
-    wire_goes_bad: 3.0,
+    wire_goes_bad: 4.0,
     slabs_stick: 1.0,
     blocks_given_away: 1.5,
 }

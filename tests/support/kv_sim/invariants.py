@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from kv_sim.causes import FAILED, LINK_LOST
+from kv_sim.session import Session
 from kv_sim.workers import DecodeSide, Worker
+from kvferry.core.ids import AttemptKey
+from kvferry.engine.sequences import WorkerSequence
+from kvferry.kv_transfer.jobs import Reason, ReceiveFailed, SendFailed
 
 if TYPE_CHECKING:
     from kv_sim.world import World
@@ -22,6 +28,7 @@ class Invariants:
         self.world = world
         self.ended: dict[tuple[str, Any], int] = {}
         """Terminal events per job of the KV plane."""
+        self._forgotten: set[tuple[str, AttemptKey]] = set()
         self._overdue_since: dict[tuple[str, Any], float] = {}
 
     def job(self, worker: Worker, key: Any) -> None:
@@ -30,6 +37,8 @@ class Invariants:
     def ending(self, worker: Worker, key: Any, event: object) -> None:
         """A terminal event of the KV plane."""
         self.world.note("%s: %s", worker.name, event)
+        if isinstance(event, SendFailed | ReceiveFailed):
+            self._failed(worker, event)
         count = self.ended.get((worker.name, key))
         if count is None:
             self.world.violation(f"{worker.name}: {event} of a job that it never had")
@@ -37,6 +46,24 @@ class Invariants:
             self.world.violation(f"{worker.name}: a second end, {event}")
         else:
             self.ended[worker.name, key] = 1
+
+    def forget(self, worker: Worker, key: AttemptKey) -> None:
+        """A defect is simulated: nobody ends this attempt."""
+        self._forgotten.add((worker.name, key))
+
+    def link_lost(self, name: str, error: Exception) -> None:
+        self.world.note("%s is lost: %s", name, error)
+        if not self.world.happened & LINK_LOST:
+            self.world.violation(f"{name} is lost without a cause: {error}")
+
+    def _failed(self, worker: Worker, event: SendFailed | ReceiveFailed) -> None:
+        if event.reason not in FAILED or self.world.happened & FAILED[event.reason]:
+            return
+        if event.reason is Reason.DEADLINE:
+            request = self.world.request(event.key)
+            if request is None or request.deadline_s <= self.world.agenda.now:
+                return
+        self.world.violation(f"{worker.name}: fails without a cause: {event}")
 
     def after_turn(self, worker: Worker) -> None:
         counts = worker.pool.counts()
@@ -67,12 +94,15 @@ class Invariants:
             if worker.is_stalled:
                 continue
             for seq in worker.sequences:
-                if now > min(seq.deadline_s, seq.lease_until_s):
+                if now > seq.ends_s or not self._is_wanted(seq):
                     overdue.add((worker.name, seq.key))
             overdue.update(
                 (name, key)
                 for (name, key), count in self.ended.items()
-                if not count and name == worker.name and worker.pool.is_fenced(key)
+                if not count
+                and name == worker.name
+                and (name, key) not in self._forgotten
+                and worker.pool.is_fenced(key)
             )
         since = self._overdue_since
         self._overdue_since = {thing: since.get(thing, now) for thing in overdue}
@@ -81,6 +111,16 @@ class Invariants:
                 self.world.violation(f"{name}: {key} holds blocks {now - start:.2f} s too long")
         if not self.world.closing:
             self.world.agenda.after(WATCH_S, self.watch)
+
+    def _is_wanted(self, seq: WorkerSequence) -> bool:
+        """Whether its router still waits for it, or cannot say so any more."""
+        session = seq.port
+        assert isinstance(session, Session)
+        if session.closed:
+            return not session.worker_knows
+        if self.world.agenda.now < session.held_until_s:
+            return True
+        return session.router.wants(session, seq.key.request, seq.key.attempt)
 
     def at_rest(self) -> str:
         """Why not all is given back yet; empty when it is."""

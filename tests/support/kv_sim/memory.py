@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from kv_sim.clock import Actor
 from kv_sim.workers import Worker
-
 from kvferry.kv_transfer.jobs import BlockTable
 from kvferry.kv_transfer.memory import Form
 from kvferry.kv_transfer.plan import SlabMove
@@ -30,23 +29,23 @@ class SlowMemory:
         slab: memoryview,
         after: object = None,
     ) -> list[int]:
-        self._work("packed")
+        self._work(self._worker.world.meddling.in_copy(self._worker, blocks))
         digests = self._memory.pack(blocks, move, form, slab, after)
-        self._work("packed")
+        self._work()
         return digests
 
     def scatter(
         self, blocks: BlockTable, move: SlabMove, form: Form, slab: memoryview
     ) -> list[int]:
-        self._work("scattered")
+        self._work(self._worker.world.meddling.in_copy(self._worker, blocks))
         digests = self._memory.scatter(blocks, move, form, slab)
-        self._work("scattered")
+        self._work()
         return digests
 
-    def _work(self, what: str) -> None:
+    def _work(self, longer_s: float = 0.0) -> None:
         assert self.actor is not None
         self._worker.copying += 1
         try:
-            self._worker.busy(self.actor, self._worker.world.pace.copy_s())
+            self._worker.busy(self.actor, self._worker.world.pace.copy_s() + longer_s)
         finally:
             self._worker.copying -= 1

@@ -11,14 +11,16 @@ class Pace:
     """Durations in virtual seconds. ``slowness`` is the chance that something takes long."""
 
     random: Random
+    tempo: float = 1.0
+    """Multiplies all that is typical in the work and on the links."""
     slowness: float = 0.0
 
     def session_s(self) -> float:
-        return self._draw(0.001, 0.4)
+        return self._draw(0.001 / self.tempo, 0.4)
 
     def notice_s(self) -> float:
         """Until one end of a broken connection notices."""
-        return self._draw(0.01, 1.5)
+        return self._draw(0.01 / self.tempo, 1.5)
 
     def link_s(self) -> float:
         return self._draw(0.0005, 0.4)
@@ -37,4 +39,4 @@ class Pace:
         draw = self.random.random()
         if draw < self.slowness:
             return long * self.random.random()
-        return typical * draw * 2
+        return typical * self.tempo * draw * 2

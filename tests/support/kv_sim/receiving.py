@@ -9,7 +9,6 @@ from kv_sim.memory import SlowMemory
 from kv_sim.sending import LEAST_WAIT_S
 from kv_sim.wire import SimChannel
 from kv_sim.workers import DecodeSide, Worker
-
 from kvferry.core.errors import LinkLost, ProtocolError
 from kvferry.core.ids import LeaseId
 from kvferry.kv_transfer.faults import LinkFaults, Side
@@ -126,7 +125,7 @@ class Link:
                 self._link.handle(frame)
             wait_s = self._link.turn()
         except (LinkLost, ProtocolError) as error:
-            self._world.note("%s is lost: %s", self.name, error)
+            self._world.invariants.link_lost(self.name, error)
             self._link.close()
             self._end.close()
             self._receiving.links.remove(self)

@@ -84,13 +84,19 @@ class Router:
         self._resume(request, spine, None)
         self.world.agenda.at(request.deadline_s, self._end, request, "deadline")
 
-    def cancel(self, request: Request) -> None:
+    def cancel(self, number: int) -> None:
         """The client is gone."""
-        self._end(request, "cancelled")
+        for request in self.requests:
+            if request.number == number:
+                self._end(request, "cancelled")
+
+    def wants(self, session: Session, number: int, attempt: int) -> bool:
+        """Whether this attempt still runs on that worker."""
+        return (session, number, attempt) in self._mailboxes
 
     def _end(self, request: Request, outcome: str) -> None:
         spine = self._spines.get(request.number)
-        if spine is not None and request in self.requests:
+        if spine is not None:
             del self._spines[request.number]
             request.outcome = outcome
             spine.close()
@@ -152,7 +158,7 @@ class Router:
         if self.renews:
             keys: dict[Session, list[pb.Key]] = {session: [] for session in self.sessions}
             for session, number, attempt in self._mailboxes:
-                keys[session].append(pb.Key(request=number, attempt=attempt))
+                keys.setdefault(session, []).append(pb.Key(request=number, attempt=attempt))
             for session, live in keys.items():
                 if live:
                     session.to_worker(pb.RouterMessage(renew=pb.Renew(keys=live)))
@@ -230,6 +236,7 @@ class Router:
             decode.to_worker(pb.RouterMessage(reserve=pb.Reserve(key=request.key, sequence=spec)))
             reply = yield from self._reply(request, "granted")
             target = decode.worker.target(reply.granted)
+            target.lease = self.world.lease_for(decode.worker, target.lease)
         while True:
             prefill = self._choose(prefill=True)
             self._open(request, sides, prefill)

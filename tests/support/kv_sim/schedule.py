@@ -11,10 +11,12 @@ from kv_sim.world import World
 
 FAULTY_S = 3.0
 """Faults happen before this."""
-LONGEST_S = 60.0
+LONGEST_S = 18.0
 """All must be at rest by then, however bad it was."""
 CHECK_S = 0.05
 NUM_FAULTS = (0, 0, 1, 2, 3, 5, 8)
+MEDDLING = (0.0, 0.0, 0.05, 0.2)
+"""Chance that a copy or a flight is meddled with."""
 
 
 @dataclass(slots=True)
@@ -54,11 +56,13 @@ def _play(world: World, result: Result) -> None:
     draw, agenda = world.random, world.agenda
     agenda.after(0.0, world.invariants.watch)
     for _ in range(draw.randint(2, 5)):
-        agenda.at(draw.random() * FAULTY_S / 3, _arrive, world)
+        agenda.at(draw.random() * FAULTY_S / 3, world.arrive)
     faults, weights = list(WEIGHTS), list(WEIGHTS.values())
     num_faults = draw.choice(NUM_FAULTS)
     for fault in draw.choices(faults, weights, k=num_faults):
-        agenda.at(draw.random() ** 2 * FAULTY_S, fault, world)
+        agenda.at(draw.random() ** 2 * FAULTY_S, world.happen, fault)
+    if num_faults:
+        world.meddling.chance = draw.choice(MEDDLING)
     agenda.pass_time(FAULTY_S / 3)
     result.leak = _rest(world)
     if result.leak:
@@ -71,10 +75,6 @@ def _play(world: World, result: Result) -> None:
         if not num_faults and request.outcome not in ("done", "deadline"):
             world.violation(f"request {request.number}: {request.outcome} without any fault")
         result.outcomes[request.outcome.split(":")[0]] += 1
-
-
-def _arrive(world: World) -> None:
-    world.submit(world.draw_request())
 
 
 def _rest(world: World) -> str:

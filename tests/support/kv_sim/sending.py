@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from kv_sim.clock import NEVER, Actor
+from kv_sim.clock import NEVER
 from kv_sim.memory import SlowMemory
 from kv_sim.wire import Wire, make_link
 from kv_sim.workers import PrefillSide
-
 from kvferry.core.errors import LinkLost, LinkRefused, ProtocolError, TransferFailed
-from kvferry.core.ids import AttemptKey
+from kvferry.core.ids import AttemptKey, Incarnation
 from kvferry.kv_transfer.faults import LinkFaults, Side
 from kvferry.kv_transfer.faulty import FaultyChannel
 from kvferry.kv_transfer.handshake import Greeted
@@ -61,6 +60,9 @@ class Sending:
     def abort(self, key: AttemptKey) -> None:
         for transfer in self.table.abort(key):
             transfer.wake()
+
+    def probe(self, peer: Incarnation, rank: int, endpoints: tuple[str, ...]) -> None:
+        """There is one way to each peer."""
 
     def open_links(self) -> list[Link]:
         return [link for link in self.links.values() if link.channel is not None]
@@ -149,7 +151,7 @@ class Link:
             self._close()
             self.link.refused(str(error))
         except (LinkLost, ProtocolError) as error:
-            self.world.note("%s is lost: %s", self.name, error)
+            self.world.invariants.link_lost(self.name, error)
             self._close()
             self.link.lost(str(error))
         if self.link.transfers or self.link.inbox:

@@ -30,6 +30,10 @@ class Direction:
             self._last_s = when
             self._world.agenda.at(when, self._arrive, thing)
 
+    def hold(self, until_s: float) -> None:
+        """What is sent from now on arrives later."""
+        self._last_s = max(self._last_s, until_s)
+
     def _arrive(self, thing: Any) -> None:
         if not self.cut:
             self._deliver(thing)
@@ -42,9 +46,12 @@ class Session:
         self.world, self.router, self.worker = world, router, worker
         self.incarnation: Incarnation = router.incarnation
         self.routable = False
+        self.held_until_s = 0.0
+        self.worker_knows = False
+        """That it is closed."""
         self._down = Direction(world, self._at_worker)
         self._up = Direction(world, self._at_router)
-        self._closed = False
+        self.closed = False
         router.sessions.append(self)
         self._down.send(SessionOpened(self))
 
@@ -56,11 +63,17 @@ class Session:
     def to_worker(self, message: pb.RouterMessage) -> None:
         self._down.send(FromRouter(self, message))
 
+    def hold(self, until_s: float) -> None:
+        """Nothing passes before then."""
+        self._down.hold(until_s)
+        self._up.hold(until_s)
+        self.held_until_s = until_s
+
     def cut(self) -> None:
         """The connection breaks; both ends hear of it, each in its own time."""
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
+        self.closed = True
         self.world.note("session %s - %s cut", self.router.incarnation, self.worker.name)
         self._up.cut = self._down.cut = True
         pace = self.world.pace
@@ -72,6 +85,8 @@ class Session:
         self.router.hear(self, message)
 
     def _at_worker(self, event: object) -> None:
+        if isinstance(event, SessionClosed):
+            self.worker_knows = True
         if not self.worker.dead:
             self.worker.post(event)
 

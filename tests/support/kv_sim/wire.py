@@ -11,11 +11,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from enum import Enum, auto
-
 from typing import TYPE_CHECKING
 
 from kv_sim.clock import Actor
-
 from kvferry.core.errors import LinkLost, ProtocolError
 from kvferry.kv_transfer.messages import MAX_FRAME
 
@@ -109,7 +107,8 @@ class SimSlabs:
             lands = False
         transit = wire.transit[slab] = Transit(grant, nbytes)
         if lands:
-            wire.agenda.after(wire.pace.link_s(), wire.land, slab, transit)
+            takes_s = wire.pace.link_s() + wire.world.meddling.in_flight()
+            wire.agenda.after(takes_s, wire.land, slab, transit)
 
     def in_flight(self, slab: int) -> bool:
         self._check()

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 from fake_engine_model import VOCAB_SIZE
-from kv_sim.clock import NEVER, Actor
 
+from kv_sim.clock import NEVER, Actor
 from kvferry.cache.block_pool import BlockPool
 from kvferry.cache.hashing import root_hash
 from kvferry.cache.paged import PagedKV
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 MAX_MODEL_LEN = 40
 MAX_SEQS = 6
-LEASE_S = 3.0
+LEASE_S = 2.0
 IDLE_S = 0.25
 """A step loop with sequences looks at its deadlines at least so often."""
 ROOT = root_hash(1, b"simulated", "", "float32", "float32")
@@ -127,6 +127,9 @@ class Worker:
     def peer_died(self, peer: Worker) -> None:
         """The links to another process break."""
 
+    def cut_links(self) -> None:
+        """All its links break."""
+
     def kill(self) -> None:
         """kill -9: no thread of it ever runs again."""
         self.dead = True
@@ -192,6 +195,10 @@ class PrefillSide(Worker):
     def kv_at_rest(self) -> str:
         return self.sending.at_rest()
 
+    def cut_links(self) -> None:
+        for link in self.sending.open_links():
+            link.cut()
+
     def peer_died(self, peer: Worker) -> None:
         for link in self.sending.open_links():
             if link.peer.incarnation == peer.incarnation:
@@ -244,6 +251,10 @@ class DecodeSide(Worker):
 
     def kv_at_rest(self) -> str:
         return self.receiving.at_rest()
+
+    def cut_links(self) -> None:
+        for link in self.receiving.links:
+            link.cut()
 
     def peer_died(self, peer: Worker) -> None:
         for link in self.receiving.links:

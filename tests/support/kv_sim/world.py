@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 from typing import Any
 
 import torch
 from fake_engine_model import VOCAB_SIZE
+
 from kv_sim.clock import NEVER, Agenda
 from kv_sim.invariants import Invariants
+from kv_sim.meddling import Meddling
 from kv_sim.pace import Pace
 from kv_sim.router import Request, Router
 from kv_sim.session import Session
 from kv_sim.wire import Path
 from kv_sim.workers import DecodeSide, PrefillSide, Shape, Worker
-
-from kvferry.core.ids import Incarnation
+from kvferry.core.ids import AttemptKey, Incarnation
 from kvferry.kv_transfer.faults import Chances, Fault, Faults, Point
 from kvferry.kv_transfer.handshake import LinkOptions
 from kvferry.proto import worker_pb2 as pb
@@ -27,6 +29,9 @@ BEAT_S = 0.5
 SILENCE_S = 1.5
 PROGRESS_S = 0.6
 RESTART_S = 0.3
+
+
+Happening = Callable[["World"], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +57,19 @@ class World:
         self.violations: list[str] = []
         self.covered: Counter[str] = Counter()
         self.closing = False
+        self.happened: set[str] = set()
+        """Names of the faults so far."""
+        self.crowd_left = 4
         self.invariants = Invariants(self)
         draw = self.random
         self.growth_tokens = draw.choice((1, 2, 4, 8))
         self.transfer = Transfer(
             draw.choice((128, 384, 512, 1024, 4096)), draw.randint(1, 4), tuple(Path)
         )
+        self.pace.tempo = draw.choice((1.0, 3.0, 10.0))
+        self.meddling = Meddling(self, 0.0)
         self._layerwise = draw.choice((0.0, 0.0, 100.0, NEVER))
-        self.bad_until_s = self.sticky_until_s = 0.0
+        self.bad_until_s = self.sticky_until_s = self.mixed_up_until_s = 0.0
         self.chances = Chances({})
         self.faults = Faults(
             self._bad_wire,
@@ -153,7 +163,7 @@ class World:
         prompt = stream[: draw.randint(1, 22)]
         prompt += [draw.randrange(VOCAB_SIZE) for _ in range(draw.choice((0, 0, 1, 3, 6)))]
         self._requests += 1
-        wait_s = 60.0 if patient else draw.choice((0.2, 2.0, 6.0, 10.0))
+        wait_s = 60.0 if patient else draw.choice((0.2, 2.0, 30.0, 30.0))
         return Request(
             number=self._requests,
             prompt=prompt,
@@ -161,6 +171,13 @@ class World:
             deadline_s=self.agenda.now + wait_s,
             local=draw.random() < 0.1,
         )
+
+    def happen(self, fault: Happening) -> None:
+        self.happened.add(fault.__name__)
+        fault(self)
+
+    def arrive(self) -> None:
+        self.submit(self.draw_request())
 
     def submit(self, request: Request) -> None:
         alive = [router for router in self.routers if not router.dead]
@@ -180,7 +197,8 @@ class World:
 
     def calm(self) -> None:
         """No fault from now on."""
-        self.bad_until_s = self.sticky_until_s = 0.0
+        self.meddling.chance = 0.0
+        self.bad_until_s = self.sticky_until_s = self.mixed_up_until_s = 0.0
         self.pace.slowness = 0.0
         for router in self.routers:
             router.renews = True
@@ -199,6 +217,13 @@ class World:
         """Whether a slab that leaves now never arrives, and nobody is told."""
         return self.agenda.now < self.sticky_until_s and self.random.random() < 0.2
 
+    def lease_for(self, worker: Worker, lease: int) -> int:
+        """The lease that a router names, which is mostly the one it was granted."""
+        if self.agenda.now >= self.mixed_up_until_s:
+            return lease
+        others = [seq.lease for seq in worker.sequences if seq.lease]
+        return self.random.choice([lease, lease + 1, *others])
+
     def _bad_wire(self, point: Point, random: Random) -> Fault | None:
         return self.chances(point, random) if self.agenda.now < self.bad_until_s else None
 
@@ -207,6 +232,9 @@ class World:
 
     def requests(self) -> list[Request]:
         return [request for router in self.routers for request in router.requests]
+
+    def request(self, key: AttemptKey) -> Request | None:
+        return next((r for r in self.requests() if r.number == key.request), None)
 
     def heard(self, worker: Worker, message: pb.WorkerMessage) -> None:
         """A worker said something to a router."""
