@@ -22,7 +22,7 @@ def checked(report: Report, tmp_path: Path) -> dict[str, float]:
 
 
 def test_the_command_lists_all() -> None:
-    assert {"engine", "limits", "memory", "pd"} <= set(benches())
+    assert {"engine", "limits", "memory", "pd", "transfer"} <= set(benches())
 
 
 def test_limits(tmp_path: Path) -> None:
