@@ -256,6 +256,11 @@ def make_loopback_pair() -> Iterator[PairFactory]:
     factory.close()
 
 
+@pytest.fixture(scope="session", name="pair_factory")
+def factory_of_pairs() -> type[PairFactory]:
+    return PairFactory
+
+
 @pytest.fixture(scope="session", name="make_cache")
 def cache_factory() -> type[Cache]:
     return Cache
