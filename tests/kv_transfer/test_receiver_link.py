@@ -7,6 +7,7 @@ from lease_table import MOVES, NBYTES, ONE, Leases, key
 from receiver_bench import SLAB_BYTES, Bench
 
 from kvferry.core.errors import LinkLost, ProtocolError
+from kvferry.core.ids import LeaseId
 from kvferry.kv_transfer.counters import Tally
 from kvferry.kv_transfer.grants import PULLS
 from kvferry.kv_transfer.jobs import Reason, ReceiveDone, ReceiveFailed
@@ -257,6 +258,16 @@ def test_the_sender_hears_at_once_of_an_end_that_it_did_not_cause() -> None:
     assert leases.table.counters.dropped == {}
 
 
+def test_a_lease_whose_last_slab_was_acknowledged_is_not_spoken_of_again() -> None:
+    bench = Bench()
+    bench.leases.expect(attempt=2, lease=2)
+    for credit, move in zip(bench.offer(len(MOVES)), MOVES, strict=True):
+        bench.fill(credit, move.index)
+    bench.hear(Offer(key=key(2), lease=2, slabs=1, nbytes=NBYTES))
+    bench.leases.table.release(LeaseId(2))
+    assert bench.turn() == [Abort(key=key(2), lease=2, reason=Reason.ENDED)]
+
+
 def test_the_other_ranks_hear_of_an_abort_and_the_one_that_sent_it_does_not() -> None:
     leases = Leases()
     leases.expect()
@@ -284,7 +295,10 @@ def test_silence_ends_the_link_and_beats_are_sent() -> None:
     bench.clock.now += 1.0
     assert bench.link.turn() == pytest.approx(1.0)
     assert list(bench.channel.sent) == [Beat()]
-    bench.clock.now += 4.0
+    bench.clock.now += 0.5
+    bench.link.turn()
+    assert list(bench.channel.sent) == [Beat()]
+    bench.clock.now += 3.5
     with pytest.raises(LinkLost, match="silent"):
         bench.link.turn()
 
