@@ -8,7 +8,7 @@ import hashlib
 import hmac
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -128,16 +128,18 @@ def introduce(
     )
 
 
-def challenge(channel: Channel, options: LinkOptions) -> tuple[Proof, bytes]:
+def challenge(
+    channel: Channel, options: LinkOptions, is_closing: Callable[[], bool] = lambda: False
+) -> tuple[Proof, bytes]:
     """The receiver's first half: the sender's proof, checked, and the answer to it.
 
-    Raises LinkRefused, having told the peer, when it does not know the secret; LinkLost,
-    ProtocolError.
+    ``is_closing`` is asked at each wake: whether to wait no longer. Raises LinkRefused, having told
+    the peer, when it does not know the secret; LinkLost, ProtocolError.
     """
     deadline = time.monotonic() + options.silence_s
     nonce = secrets.token_bytes(32)
     _send(channel, Challenge(protocol=PROTOCOL, nonce=nonce), deadline)
-    proof = decode_to_receiver(_next_frame(channel, deadline))
+    proof = decode_to_receiver(_next_frame(channel, deadline, is_closing))
     if not isinstance(proof, Proof):
         raise ProtocolError("expected a proof")
     expected = _mac(options.secret, b"sender", nonce, proof.nonce)
@@ -191,9 +193,11 @@ def _send(channel: Channel, message: Message, deadline: float) -> None:
     channel.send(encode(message), max(0.0, deadline - time.monotonic()))
 
 
-def _next_frame(channel: Channel, deadline: float) -> bytes:
-    """A frame of the handshake; wakes are ignored. Raises LinkLost at the deadline."""
-    while (left_s := deadline - time.monotonic()) > 0:
+def _next_frame(
+    channel: Channel, deadline: float, is_closing: Callable[[], bool] = lambda: False
+) -> bytes:
+    """A frame of the handshake. Raises LinkLost at the deadline, or when this side closes."""
+    while (left_s := deadline - time.monotonic()) > 0 and not is_closing():
         frame = channel.receive(left_s, MAX_HANDSHAKE_FRAME)
         if frame is not None:
             return frame

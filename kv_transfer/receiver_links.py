@@ -118,7 +118,7 @@ class ReceiverLinks:
 
     def _challenge(self, channel: Channel) -> tuple[Proof, bytes]:
         try:
-            return handshake.challenge(channel, self._options)
+            return handshake.challenge(channel, self._options, self._closing.is_set)
         finally:
             with self._changed:
                 self._strangers -= 1

@@ -99,6 +99,14 @@ def test_a_stranger_who_says_nothing_is_shown_out(make_shm_pair) -> None:
     assert_works(pair)
 
 
+def test_a_stranger_does_not_hold_up_the_end(make_shm_pair) -> None:
+    pair = make_shm_pair(silence_s=60.0)
+    with open_socket(pair.receiver.endpoints[0]) as sock:
+        assert sock.recv(1)  # the challenge: its link has a thread by now
+        pair.receiver.close()
+        assert is_closed_by_peer(sock)
+
+
 def test_strangers_at_once_are_bounded_and_do_not_stay(make_shm_pair) -> None:
     pair = make_shm_pair(silence_s=0.3)
     crowd = [open_socket(pair.receiver.endpoints[0]) for _ in range(MAX_STRANGERS + 10)]
