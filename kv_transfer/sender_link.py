@@ -111,7 +111,7 @@ class SenderLink:
             channel.wake()
 
     def prefer(self, endpoint: str) -> None:
-        """Leave for this endpoint when nothing is under way. Any thread may call it."""
+        """Leave for this endpoint once all that is under way has ended. Any thread may call it."""
         self._preferred = endpoint
         self.wake()
 
@@ -148,8 +148,10 @@ class SenderLink:
         )
 
     def admit(self) -> list[Transfer]:
-        """Take the new transfers out of the inbox."""
-        admitted = []
+        """Take the new transfers out of the inbox; before a move to another endpoint they wait."""
+        admitted: list[Transfer] = []
+        if self._channel is not None and self._wants_other:
+            return admitted
         while self.inbox:
             transfer = self.inbox.popleft()
             self._endpoints = transfer.job.endpoints
@@ -217,7 +219,7 @@ class SenderLink:
     def _serve(self, channel: Channel, session: SenderSession) -> None:
         is_proven = False
         try:
-            while not self._stopping.is_set() and not self._is_leaving:
+            while not self._stopping.is_set() and (self.transfers or not self._wants_other):
                 frame = channel.receive(session.turn())
                 if frame is not None:
                     session.handle(frame)
@@ -228,6 +230,5 @@ class SenderLink:
             session.close()
 
     @property
-    def _is_leaving(self) -> bool:
-        is_idle = not self.transfers and not self.inbox
-        return is_idle and self._preferred not in ("", self._endpoint)
+    def _wants_other(self) -> bool:
+        return self._preferred not in ("", self._endpoint)
