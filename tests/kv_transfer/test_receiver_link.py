@@ -271,9 +271,9 @@ def test_a_lease_whose_last_slab_was_acknowledged_is_not_spoken_of_again() -> No
 def test_the_other_ranks_hear_of_an_abort_and_the_one_that_sent_it_does_not() -> None:
     leases = Leases()
     leases.expect()
-    ranks = [Bench(leases, rank=rank) for rank in (0, 1)]
+    ranks = [Bench(leases, rank=rank, num_slabs=1) for rank in (0, 1)]
     for bench in ranks:
-        bench.offer(1, nbytes=NBYTES // 2, ranks=2)
+        bench.offer(2, nbytes=NBYTES // 2, ranks=2)
     assert ranks[0].hear(Abort(key=key(), lease=1, reason=Reason.STALE)) == []
     assert ranks[1].turn() == [Abort(key=key(), lease=1, reason=Reason.ENDED)]
     (event,) = leases.events
