@@ -39,7 +39,7 @@ def renewals_stop(world: World) -> None:
     router = world.random.choice(world.routers)
     router.renews = False
     world.note("router %d renews nothing", router.incarnation)
-    world.agenda.after(5.0 * world.random.random(), _renews_again, router)
+    world.agenda.after(7.0 * world.random.random(), _renews_again, router)
 
 
 def _renews_again(router: Router) -> None:
@@ -49,7 +49,7 @@ def _renews_again(router: Router) -> None:
 def router_pauses(world: World) -> None:
     """SIGSTOP, and SIGCONT later: nothing goes to it or comes from it."""
     router = world.random.choice(world.routers)
-    until_s = world.agenda.now + 4.0 * world.random.random()
+    until_s = world.agenda.now + 6.0 * world.random.random()
     world.note("router %d stops until %.2f", router.incarnation, until_s)
     for session in router.sessions:
         session.hold(until_s)
@@ -87,7 +87,7 @@ def worker_pauses(world: World) -> None:
     """SIGSTOP, and SIGCONT later."""
     worker = _some_worker(world)
     if worker is not None:
-        seconds = 4.0 * world.random.random()
+        seconds = 6.0 * world.random.random()
         world.note("%s stops for %.2f s", worker.name, seconds)
         worker.pause(seconds)
 

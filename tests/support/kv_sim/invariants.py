@@ -37,7 +37,7 @@ class Invariants:
     def ending(self, worker: Worker, key: Any, event: object) -> None:
         """A terminal event of the KV plane."""
         self.world.note("%s: %s", worker.name, event)
-        if isinstance(event, SendFailed | ReceiveFailed):
+        if isinstance(event, SendFailed | ReceiveFailed) and not worker.dead:
             self._failed(worker, event)
         count = self.ended.get((worker.name, key))
         if count is None:

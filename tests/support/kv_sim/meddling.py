@@ -29,6 +29,7 @@ class Meddling:
         if draw.random() >= self.chance:
             return 0.0
         seq = next((s for s in worker.sequences if s.blocks == blocks.block_ids.tolist()), None)
+        self._world.happened.add("meddling")
         self._later(0.02, self._disturb, worker, seq and seq.key)
         return LONG_S * draw.random()
 
@@ -37,6 +38,7 @@ class Meddling:
         draw = self._world.random
         if draw.random() >= self.chance:
             return 0.0
+        self._world.happened.add("meddling")
         self._later(0.02, self._world.happen, client_leaves)
         self._crowd()
         return LONG_S * draw.random()

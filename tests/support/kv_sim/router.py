@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 MAX_ATTEMPTS = 6
 """Without a token between them."""
-BEAT_S = 0.5
+BEAT_S = 0.75
 RETRY_S = 0.05
 
 Item = pb.WorkerMessage | str
@@ -76,6 +76,7 @@ class Router:
         self.renews = True
         self._spines: dict[int, Waiting] = {}
         self._mailboxes: dict[tuple[Session, int, int], Request] = {}
+        self._over: set[tuple[Session, int, int]] = set()
         world.agenda.after(BEAT_S, self._beat)
 
     def submit(self, request: Request) -> None:
@@ -91,8 +92,9 @@ class Router:
                 self._end(request, "cancelled")
 
     def wants(self, session: Session, number: int, attempt: int) -> bool:
-        """Whether this attempt still runs on that worker."""
-        return (session, number, attempt) in self._mailboxes
+        """Whether this attempt still runs on that worker, or has to end there by itself."""
+        side = (session, number, attempt)
+        return side in self._mailboxes or side in self._over
 
     def _end(self, request: Request, outcome: str) -> None:
         spine = self._spines.get(request.number)
@@ -219,7 +221,9 @@ class Router:
         finally:
             for session, over in sides.items():
                 self._mailboxes.pop((session, request.number, request.attempt), None)
-                if not over:
+                if over:
+                    self._over.add((session, request.number, request.attempt))
+                else:
                     session.to_worker(pb.RouterMessage(cancel=pb.Cancel(key=request.key)))
 
     def _open(self, request: Request, sides: dict[Session, bool], session: Session) -> None:

@@ -11,8 +11,11 @@ from kv_sim.world import World
 
 FAULTY_S = 3.0
 """Faults happen before this."""
-LONGEST_S = 18.0
+LONGEST_S = 30.0
 """All must be at rest by then, however bad it was."""
+DEFECTS = {"blocks_given_away", "leases_mixed_up"}
+"""Defects of this side, which may leave a request to its deadline."""
+PATIENCE_S = 45.0
 CHECK_S = 0.05
 NUM_FAULTS = (0, 0, 1, 2, 3, 5, 8)
 MEDDLING = (0.0, 0.0, 0.05, 0.2)
@@ -81,7 +84,7 @@ def _rest(world: World) -> str:
     """Let all come to rest; why it does not, or nothing."""
     agenda = world.agenda
     while why := world.invariants.at_rest():
-        if agenda.now > LONGEST_S:
+        if agenda.now > (PATIENCE_S if world.happened & DEFECTS else LONGEST_S):
             return why
         agenda.pass_time(CHECK_S)
     return ""

@@ -19,7 +19,7 @@ from kvferry.kv_transfer.sender import Peer
 from kvferry.kv_transfer.sender_link import RETRY_S, SenderLink, SenderParts, choose_first
 from kvferry.kv_transfer.sender_session import SenderSession
 
-LEAST_WAIT_S = 0.02
+LEAST_WAIT_S = 0.1
 """What a session polls in between, the wire wakes it for."""
 
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 MAX_MODEL_LEN = 40
 MAX_SEQS = 6
-LEASE_S = 2.0
+LEASE_S = 3.0
 IDLE_S = 0.25
 """A step loop with sequences looks at its deadlines at least so often."""
 ROOT = root_hash(1, b"simulated", "", "float32", "float32")

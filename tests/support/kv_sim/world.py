@@ -25,9 +25,9 @@ from kvferry.kv_transfer.faults import Chances, Fault, Faults, Point
 from kvferry.kv_transfer.handshake import LinkOptions
 from kvferry.proto import worker_pb2 as pb
 
-BEAT_S = 0.5
-SILENCE_S = 1.5
-PROGRESS_S = 0.6
+BEAT_S = 0.75
+SILENCE_S = 3.0
+PROGRESS_S = 1.5
 RESTART_S = 0.3
 
 
@@ -66,7 +66,7 @@ class World:
         self.transfer = Transfer(
             draw.choice((128, 384, 512, 1024, 4096)), draw.randint(1, 4), tuple(Path)
         )
-        self.pace.tempo = draw.choice((1.0, 3.0, 10.0))
+        self.pace.tempo = draw.choice((1.0, 3.0, 6.0))
         self.meddling = Meddling(self, 0.0)
         self._layerwise = draw.choice((0.0, 0.0, 100.0, NEVER))
         self.bad_until_s = self.sticky_until_s = self.mixed_up_until_s = 0.0
