@@ -87,12 +87,12 @@ def test_the_link_with_most_slabs_gives_way_and_comes_back_smaller(make_pair) ->
         close(opened)
 
 
-def test_an_idle_link_gives_its_slabs_to_a_new_one(make_pair) -> None:
-    pair = make_pair(staging_bytes=2 * SLAB, beat_s=0.05, silence_s=5.0)
+def test_the_link_that_was_idle_for_longest_gives_its_slabs_to_a_new_one(make_pair) -> None:
+    pair = make_pair(staging_bytes=3 * SLAB, beat_s=0.05, silence_s=5.0)
     pair.expect()
-    opened = links(pair, 2)
+    opened = links(pair, 3)
     try:
-        opened[1].offer()
+        opened[2].offer()
         while True:
             # Idle for a beat: the receiver's own clock says when that is.
             try:
@@ -101,6 +101,7 @@ def test_an_idle_link_gives_its_slabs_to_a_new_one(make_pair) -> None:
             except LinkRefused:
                 continue
         opened[0].assert_closed()
+        assert [link.is_closed() for link in opened[1:]] == [False] * 3
         assert pair.receiver.tallies[Tally.LINK_RETIRED] == 1
     finally:
         close(opened)
