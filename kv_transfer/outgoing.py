@@ -69,6 +69,7 @@ class Transfer:
     first_report: tuple[Progress, float] | None = None
     computed_s: float | None = None
     """When all was computed."""
+    is_first_token_known: bool = False
     wake: Callable[[], None] = lambda: None
     """Make the link look at ``progress``."""
     slabs: list[Ready] = field(default_factory=list)

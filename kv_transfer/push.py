@@ -1,11 +1,13 @@
 """When to send: while later layers are computed, or all at once when the prompt is done.
 
-A pure function of measured rates. With g sends of equal parts, each taking x seconds from standing
-ready to acknowledged, a prompt of C seconds is done, and sent, after
+A pure function of measured rates. C seconds pass until the last layer's keys and values stand, r
+more until the first token does; with g sends of equal parts, each taking x seconds from standing
+ready to acknowledged, the prompt is done, and sent, after
 
-    max(C + s + x, C / g + g x)      s: what the g - 1 packs beside it cost the computation
+    max(C + s + r, C + s + x, C / g + g x)
 
-whichever limits, the computation or the sends; with one send after C + x.
+whichever limits, the computation or the sends. s is what the g - 1 packs beside the computation
+cost it.
 """
 
 from __future__ import annotations
@@ -21,9 +23,9 @@ WEIGHT = 0.2
 SLOWDOWN = 0.5
 """Seconds of computation that a second of packing beside it costs, until that is measured."""
 MAX_SLOWDOWN = 4.0
-MARGIN = 0.9
-"""Several sends are chosen when they take less than this part of what one takes."""
-CLOSE = 1.02
+WORTH = 0.98
+"""Several sends are chosen when the prompt is done and sent in this part of the time with one."""
+CLOSE = 1.002
 """Fewer sends are as good as more that are not faster by more than this."""
 REFRESH = 32
 """One prompt in so many is sent at once: the rate of undisturbed computation is to stay known."""
@@ -64,27 +66,26 @@ class Estimate:
     """Of which packing takes."""
     slowdown: float = SLOWDOWN
     """Seconds of computation that a second of packing beside it costs."""
+    rest_s: float = 0.0
+    """Computation after the last layer's keys and values stand."""
 
 
-def cost_s(prompt: Prompt, estimate: Estimate, num_sends: int) -> float:
-    """Seconds that sending adds to the computation of a prompt."""
+def total_s(prompt: Prompt, estimate: Estimate, num_sends: int) -> float:
+    """Seconds until a prompt has its first token, and its KV has arrived."""
     send_s = estimate.send_s + estimate.byte_s * prompt.nbytes / num_sends
     compute_s = estimate.layer_token_s * prompt.layers * prompt.tokens
     pack_s = estimate.pack_byte_s * prompt.nbytes * (num_sends - 1) / num_sends
-    return max(
-        estimate.slowdown * pack_s + send_s,
-        compute_s / num_sends + num_sends * send_s - compute_s,
-    )
+    slowed_s = compute_s + estimate.slowdown * pack_s
+    return max(slowed_s + max(estimate.rest_s, send_s), compute_s / num_sends + num_sends * send_s)
 
 
 def best_sends(prompt: Prompt, estimate: Estimate) -> int:
-    """The number of sends that adds the least: one, unless several are clearly better."""
-    whole_s = cost_s(prompt, estimate, 1)
-    costs = {sends: cost_s(prompt, estimate, sends) for sends in range(2, prompt.layers + 1)}
-    least_s = min(costs.values(), default=inf)
-    if not least_s < MARGIN * whole_s:
+    """The number of sends that takes the least time: one, unless several are clearly better."""
+    totals = {sends: total_s(prompt, estimate, sends) for sends in range(2, prompt.layers + 1)}
+    least_s = min(totals.values(), default=inf)
+    if not least_s < WORTH * total_s(prompt, estimate, 1):
         return 1
-    return next(sends for sends, cost in costs.items() if cost <= CLOSE * least_s)
+    return next(sends for sends, total in totals.items() if total <= CLOSE * least_s)
 
 
 def least_bytes(prompt: Prompt, estimate: Estimate) -> float:
@@ -145,6 +146,7 @@ class PushPolicy:
         self._lock = threading.Lock()
         self._compute: defaultdict[int, Mean] = defaultdict(Mean)
         """Seconds per layer and token with nothing packed beside it, by length of the prompt."""
+        self._rest: defaultdict[int, Mean] = defaultdict(Mean)
         self._prompts: defaultdict[int, int] = defaultdict(int)
         self._send = Line()
         self._pack = Mean()
@@ -199,12 +201,24 @@ class PushPolicy:
                 lost = (seconds - alone.value * layer_tokens) / pack_s
                 self._slowdown.add(min(max(0.0, lost), MAX_SLOWDOWN))
 
+    def learn_rest(self, tokens: int, seconds: float) -> None:
+        """From the last layer's keys and values to the end of the step took so long."""
+        with self._lock:
+            self._rest[_size(tokens)].add(seconds)
+
     def _estimate(self, size: int) -> Estimate | None:
         alone = self._compute.get(size)
         if alone is None or not alone.count or not self._send.count or not self._pack.count:
             return None
         send_s, byte_s = self._send.fit()
-        return Estimate(alone.value, send_s, byte_s, self._pack.value, self._slowdown.value)
+        return Estimate(
+            layer_token_s=alone.value,
+            send_s=send_s,
+            byte_s=byte_s,
+            pack_byte_s=self._pack.value,
+            slowdown=self._slowdown.value,
+            rest_s=self._rest[size].value,
+        )
 
 
 def _size(tokens: int) -> int:

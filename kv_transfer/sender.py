@@ -21,6 +21,7 @@ from kvferry.kv_transfer.endpoints import connect as connect_any
 from kvferry.kv_transfer.handshake import LinkOptions
 from kvferry.kv_transfer.jobs import Reason, SendEvent, SendJob
 from kvferry.kv_transfer.layout import KvLayout, Shard, head_nbytes
+from kvferry.kv_transfer.lessons import Lessons
 from kvferry.kv_transfer.memory import KvMemory
 from kvferry.kv_transfer.outgoing import Owed, Progress, Transfer, TransferTable
 from kvferry.kv_transfer.plan import parts, wire_dtype
@@ -56,7 +57,8 @@ class KvSender:
         self.choices = choices = choices or Choices()
         self._memory = memory
         self._push = PushPolicy(push)
-        self._table = TransferTable(on_event, clock, options.progress_timeout_s, self._learn)
+        self._lessons = Lessons(self._push)
+        self._table = TransferTable(on_event, clock, options.progress_timeout_s, self._lessons.sent)
         self._parts = SenderParts(
             memory,
             self._table,
@@ -119,10 +121,17 @@ class KvSender:
         """Tokens before ``tokens_end`` are computed in layers before ``layers_end``, and those of
         earlier chunks in all layers. ``after``: an event of the device that their contents wait
         for. Cheap; never waits. Nothing happens to a transfer that has ended.
+
+        Said of all a second time, it means that the first token stands too: what the sender learns
+        from that is how much of a send goes unnoticed.
         """
-        progress = Progress(layers_end, tokens_end, after)
-        for transfer in self._table.of(key):
-            if transfer.report(progress, self._clock()):
+        progress, now = Progress(layers_end, tokens_end, after), self._clock()
+        transfers = self._table.of(key)
+        known = [transfer for transfer in transfers if transfer.computed_s is not None]
+        if known or not transfers:
+            self._lessons.first_token(key, known, now)
+        for transfer in transfers:
+            if transfer.report(progress, now):
                 transfer.wake()
 
     def abort(self, key: AttemptKey) -> None:
@@ -187,22 +196,6 @@ class KvSender:
         )
         num_ranks = _num_ranks(source, job.target, job.target_rank)
         return Owed(owed, head_bytes, self._push.least_bytes(prompt), num_ranks)
-
-    def _learn(self, transfer: Transfer) -> None:
-        """A transfer went through: what it says about the rates."""
-        account, tokens = transfer.account, transfer.job.tokens
-        if not transfer.owed.parts or account.resends:
-            return
-        self._push.learn_pack(account.nbytes, account.busy_s)
-        self._push.learn_send(transfer.tail_nbytes, account.exposed_s)
-        if transfer.first_report is None or transfer.computed_s is None:
-            return
-        begun, begun_s = transfer.first_report
-        layers, seconds = transfer.owed.parts[0].layers, transfer.computed_s - begun_s
-        done = (begun.layers_end - layers.begin) * (begun.tokens_end - tokens.begin)
-        left = layers.length * tokens.length - max(0, done)
-        if left > 0 and seconds > 0:
-            self._push.learn_compute(tokens.length, left, seconds, transfer.overlapped_s)
 
     def _post(self, transfer: Transfer) -> None:
         peer = Peer(transfer.job.peer, transfer.job.target_rank)
