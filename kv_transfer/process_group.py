@@ -28,7 +28,7 @@ import torch
 from kvferry.core.errors import KvferryError, LinkLost, ProtocolError
 from kvferry.kv_transfer.control import SocketChannel, SocketListener, dial_tcp, listen_tcp
 from kvferry.kv_transfer.group_store import ChannelStore
-from kvferry.kv_transfer.torch_groups import GlooGroup, Group, NcclGroup, Operation
+from kvferry.kv_transfer.torch_groups import GlooGroup, Group, Operation, nccl_group
 from kvferry.kv_transfer.transport import Slab
 
 GLOO = "gloo"
@@ -241,7 +241,7 @@ def _builder(transport: str, host: str) -> BuildGroup:
     if transport == GLOO:
         return lambda store, rank, timeout_s: GlooGroup(store, rank, host, timeout_s)
     device = torch.device("cuda", torch.cuda.current_device())
-    return lambda store, rank, timeout_s: NcclGroup(store, rank, device)
+    return lambda store, rank, timeout_s: nccl_group(store, rank, device)
 
 
 def _within(timeout_s: float, build: Callable[[], Group]) -> Group:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from kvferry.kv_transfer.device_stream import CudaStream, Event, Stream
+
 FOREVER = timedelta(days=1)
 """Far beyond any deadline of a link: a wait of gloo's that times out closes the connection."""
 MAX_NCCL_CTAS = 4
 """Multiprocessors that NCCL takes from the compute kernels, so channels: few."""
-_HIGH_PRIORITY = -1
 _ABORT = timedelta(milliseconds=1)
 _ABORT_TAG = 1
 
@@ -90,62 +92,45 @@ class _GlooOperation:
 
 
 class NcclGroup:
-    """Between two GPUs, on a high-priority stream of its own; the compute stream takes no part."""
+    """Between two GPUs. ``stream``: a high-priority one of its own; the compute stream takes no
+    part.
+    """
 
     is_device = True
 
-    def __init__(self, store: Any, rank: int, device: torch.device) -> None:
-        # Read when a group is made. A broken link is a matter of its own thread: no other one of
-        # NCCL's may end the process or look into the store, which is gone by then.
-        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
-        os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "0"
-        os.environ["TORCH_NCCL_ENABLE_MONITORING"] = "0"
-        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        options._timeout = FOREVER
-        options.config.min_ctas = 1
-        options.config.max_ctas = MAX_NCCL_CTAS
-        self._device = device
+    def __init__(self, pg: Any, rank: int, stream: Stream) -> None:
+        self._pg = pg
         self._peer = 1 - rank
-        self._aborted = False
-        self._pg = dist.ProcessGroupNCCL(store, rank, 2, options)
-        self._stream = torch.cuda.Stream(device, priority=_HIGH_PRIORITY)
-        # The first operation makes the communicator: now, while the store is there.
-        first = self.memory(1)
-        operation = self.send(first, 1) if rank else self.receive(first, 1)
-        operation.wait()
+        self._stream = stream
+        self._is_aborted = False
 
     def memory(self, nbytes: int) -> torch.Tensor:
-        # What torch hands out on another stream may still be in use there.
-        with torch.cuda.stream(self._stream):
-            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        return self._stream.memory(nbytes)
 
     def send(self, slab: torch.Tensor, nbytes: int) -> Operation:
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            return self._posted(self._pg.send([slab[:nbytes]], self._peer, 0))
+        return self._post(lambda: self._pg.send([slab[:nbytes]], self._peer, 0))
 
     def receive(self, slab: torch.Tensor, nbytes: int) -> Operation:
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            return self._posted(self._pg.recv([slab[:nbytes]], self._peer, 0))
+        return self._post(lambda: self._pg.recv([slab[:nbytes]], self._peer, 0))
 
     def abort(self) -> None:
-        self._aborted = True
-        self._pg.abort()
+        if not self._is_aborted:
+            self._is_aborted = True
+            self._pg.abort()
 
     def check(self) -> None:
         """Raises RuntimeError when the group was aborted."""
-        if self._aborted:
+        if self._is_aborted:
             raise RuntimeError("the process group was aborted")
 
-    def _posted(self, work: Any) -> Operation:
-        # Makes our stream wait for NCCL's, not this thread for either.
-        work.wait()
-        event = torch.cuda.Event(blocking=True)
-        event.record(self._stream)
-        return _NcclOperation(self, event)
+    def _post(self, post: Callable[[], Any]) -> Operation:
+        # This wait is our stream's, for NCCL's; this thread waits for neither.
+        self._stream.enqueue(lambda: post().wait())
+        return _NcclOperation(self, self._stream.record())
 
 
 class _NcclOperation:
-    def __init__(self, group: NcclGroup, event: Any) -> None:
+    def __init__(self, group: NcclGroup, event: Event) -> None:
         self._group = group
         self._event = event
 
@@ -153,6 +138,26 @@ class _NcclOperation:
         # An abort ends the kernel, so that the event comes in any case.
         self._event.synchronize()
         self._group.check()
+
+
+def nccl_group(store: Any, rank: int, device: torch.device) -> NcclGroup:
+    """The communicator of a rank pair, ready. Blocks until the peer has come to the same point."""
+    # Read when a group is made. A broken link is a matter of its own thread: none of NCCL's may end
+    # the process, or look into the store, which is gone by then.
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+    os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "0"
+    os.environ["TORCH_NCCL_ENABLE_MONITORING"] = "0"
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = FOREVER
+    options.config.min_ctas = 1
+    options.config.max_ctas = MAX_NCCL_CTAS
+    pg = dist.ProcessGroupNCCL(store, rank, 2, options)
+    group = NcclGroup(pg, rank, CudaStream(device))
+    # The first operation makes the communicator: now, while the store is there.
+    first = group.memory(1)
+    operation = group.send(first, 1) if rank else group.receive(first, 1)
+    operation.wait()
+    return group
 
 
 def why_not_gloo() -> str | None:
