@@ -218,7 +218,7 @@ def run(args: list[str]) -> Report:
     parser = option_parser("kv_quality", __doc__.partition("\n")[0])
     add_model(parser)
     parser.add_argument("--text", type=_text, metavar="FILE", help="what to read (default: ours)")
-    parser.add_argument("--context", type=positive_count, default=512, help="tokens carried")
+    parser.add_argument("--context", type=positive_count, default=256, help="tokens carried")
     parser.add_argument("--scored", type=positive_count, default=64, help="tokens scored after it")
     options = parser.parse_args(args)
     text = options.text or TEXT

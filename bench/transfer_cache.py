@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from kvferry.kv_transfer.jobs import BlockTable
-from kvferry.kv_transfer.layout import QUANTISED_BYTES, KvLayout
+from kvferry.kv_transfer.layout import QUANTISED_BYTES, KvLayout, Span
 from kvferry.kv_transfer.memory import Form, KvMemory, PagedKvMemory
 from kvferry.kv_transfer.plan import SlabMove
 from kvferry.kv_transfer.transport import Slab
@@ -39,6 +39,16 @@ class Copier(StrEnum):
     NUMPY = "numpy"
     PLAIN = "plain"
     """See ``PlainMemory``."""
+
+
+def part(number: int, tokens: int, held: int, whole: int) -> Span:
+    """The part of a sequence of ``held`` tokens that a transfer of ``tokens`` moves: by its number
+    another one than the last, as in service, where no KV is sent twice in a row and processors'
+    caches do not hold it. ``whole``: where parts may begin.
+    """
+    places = (held - tokens) // whole + 1
+    begin = number * (-(-tokens // whole)) % places * whole
+    return Span(begin, begin + tokens)
 
 
 class PlainMemory:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 import xxhash
@@ -15,19 +16,21 @@ from kvferry.kv_transfer.layout import Span
 from kvferry.kv_transfer.memory import Form
 from kvferry.kv_transfer.plan import SlabMove
 
-MOST_BYTES = 64 << 20
-"""Larger buffers are in no cache either."""
-
 
 def copy_rate(nbytes: int, seconds: float) -> float:
     """Bytes per second of the faster of two: numpy's copy with xxh3 over each tile while it is hot,
     and the compiled pack, where there is one, from blocks that stand in order.
     """
-    nbytes = min(nbytes, MOST_BYTES)
+    copies = _copies(nbytes)
+    return max(_rate(copy, nbytes, seconds / len(copies)) for copy in copies)
+
+
+@cache
+def _copies(nbytes: int) -> list[Callable[[], None]]:
     copies = [_numpy_copy(nbytes)]
     if compiled_pack() is not None:
         copies.append(_compiled_copy(nbytes))
-    return max(_rate(copy, nbytes, seconds / len(copies)) for copy in copies)
+    return copies
 
 
 def _numpy_copy(nbytes: int) -> Callable[[], None]:
@@ -45,14 +48,14 @@ def _numpy_copy(nbytes: int) -> Callable[[], None]:
 def _compiled_copy(nbytes: int) -> Callable[[], None]:
     layout = cache_layout(BLOCK_SIZE)
     tokens = nbytes // layout.token_bytes
-    cache = BenchCache(layout, tokens, None)
+    blocks = BenchCache(layout, tokens, None)
     whole = layout.whole
     move = SlabMove(0, whole.layers, whole.heads, Span(0, tokens), tokens * layout.token_bytes)
     slab = memoryview(bytearray(move.nbytes))
     form = Form(layout.dtype, "xxh3")
 
     def copy() -> None:
-        cache.memory.pack(cache.blocks, move, form, slab)
+        blocks.memory.pack(blocks.blocks, move, form, slab)
 
     return copy
 

@@ -33,6 +33,8 @@ class Expect(Message, frozen=True):
     transport: str
     wire: str
     tokens: int
+    whole: int
+    """Tokens of which parts are multiples: see ``part``."""
     first: int
     count: int
 
@@ -45,6 +47,7 @@ class Send(Message, frozen=True):
     target: KvLayout
     wire: str
     tokens: int
+    whole: int
     first: int
     count: int
     window: int

@@ -50,6 +50,7 @@ class Setting:
     target: KvLayout
     wire: str
     tokens: int
+    """Held; a transfer moves some of them."""
     in_order: bool = False
     """Whether blocks stand one after the other."""
     copier: Copier = Copier.BEST
@@ -57,6 +58,11 @@ class Setting:
     def nbytes(self, tokens: int) -> int:
         """On the wire."""
         return tokens * self.on_wire.token_bytes
+
+    @property
+    def whole(self) -> int:
+        """Tokens of a block of the side whose blocks are larger."""
+        return max(self.source.block_size, self.target.block_size)
 
     @property
     def on_wire(self) -> KvLayout:
@@ -87,6 +93,8 @@ class Pair:
         self._numbers = itertools.count(1)
         self._setting: Setting | None = None
         self._endpoints: dict[str, str] = {}
+        self._longest = 0
+        """Tokens of the longest prompt; all begin where the sequence does."""
 
     def open(self, setting: Setting, transports: Sequence[str]) -> None:
         """Begin anew with other caches."""
@@ -110,7 +118,7 @@ class Pair:
             self._endpoints |= opened.endpoints
 
     def transfer(self, transport: str, tokens: int, count: int, window: int = 1) -> Batch:
-        """Make ``count`` transfers of the first ``tokens`` of a sequence."""
+        """Make ``count`` transfers of ``tokens`` each, one part of the sequence after another."""
         setting = self._setting
         assert setting is not None
         near = transport == "loopback"
@@ -118,7 +126,12 @@ class Pair:
         for _ in range(count - 1):
             next(self._numbers)
         expect = Expect(
-            transport=transport, wire=setting.wire, tokens=tokens, first=first, count=count
+            transport=transport,
+            wire=setting.wire,
+            tokens=tokens,
+            whole=setting.whole,
+            first=first,
+            count=count,
         )
         _ask(self._source if near else self._target, expect)
         used_before = self._cpu_s(near)
@@ -130,6 +143,7 @@ class Pair:
                 target=setting.source if near else setting.target,
                 wire=setting.wire,
                 tokens=tokens,
+                whole=setting.whole,
                 first=first,
                 count=count,
                 window=window,
@@ -152,12 +166,20 @@ class Pair:
         opened = _ask(self._target, order)
         assert isinstance(opened, Opened)
         self._endpoints = opened.endpoints
+        self._longest = tokens
         return loaded.layout
 
     def prefill(self, push: str, transport: str, wire: str, tokens: int) -> Prefilled:
         """Compute a prompt and send it."""
         number = next(self._numbers)
-        expect = Expect(transport=transport, wire=wire, tokens=tokens, first=number, count=1)
+        expect = Expect(
+            transport=transport,
+            wire=wire,
+            tokens=tokens,
+            whole=self._longest,
+            first=number,
+            count=1,
+        )
         _ask(self._target, expect)
         order = Prefill(
             push=push,

@@ -6,9 +6,9 @@ Usage: PYTHON transfer_peer.py nixl|mooncake, with JSON lines on stdin. The firs
     {"rows": int, "run_bytes": int, "source": [block, ...], "target": [block, ...]}
 
 Each side holds a cache [rows, blocks, run_bytes]; block i of a sequence is at source[i] here and at
-target[i] there. Then, for each line ``{"blocks": int, "count": int, "slab_bytes": int}``, that
-many transfers of the first blocks are made. The answers are lines of MARK and JSON:
-``{"name": str}`` to the first, ``{"latencies_s": [float], "cpu_s": float}`` to the others.
+target[i] there. Then, for each line ``{"blocks": int, "count": int, "slab_bytes": int}``, that many
+transfers are made, each of the blocks after those of the last one. The answers are lines of MARK
+and JSON: ``{"name": str}`` to the first, ``{"latencies_s": [float], "cpu_s": float}`` to others.
 
 Without slabs (0) there is a descriptor per row and block, written straight to its place, as users
 of both do it. With slabs, each is gathered, written as one piece, and scattered by the other side
@@ -189,6 +189,7 @@ class Initiator:
             stdout=subprocess.PIPE,
             text=True,
         )
+        self.moved = 0
         self.tell(json.dumps(geometry))
         where = json.loads(self.hear())
         self.engine = ENGINES[name](False)
@@ -212,16 +213,19 @@ class Initiator:
         raise RuntimeError("the target died")
 
     def move(self, blocks: int, slab_bytes: int) -> None:
-        if not slab_bytes:
-            self.engine.write_runs(np.arange(blocks * len(self.side.cache), dtype=np.int32))
-            return
         side, waiting = self.side, 0
+        first = self.moved * blocks % (len(side.table) - blocks + 1)
+        last, rows = first + blocks, len(side.cache)
+        self.moved += 1
+        if not slab_bytes:
+            self.engine.write_runs(np.arange(first * rows, last * rows, dtype=np.int32))
+            return
         step = max(1, slab_bytes // side.block_bytes)
-        for number, begin in enumerate(range(0, blocks, step)):
+        for number, begin in enumerate(range(first, last, step)):
             if waiting == NUM_SLABS:
                 self.hear()
                 waiting -= 1
-            end = min(blocks, begin + step)
+            end = min(last, begin + step)
             offset = number % NUM_SLABS * step * side.block_bytes
             side.gather(offset, begin, end)
             here = side.staging.ctypes.data + offset

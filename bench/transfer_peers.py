@@ -37,9 +37,7 @@ class PeerProgram:
         self.name = str(self._ask(geometry(setting))["name"])
 
     def transfer(self, tokens: int, count: int) -> Batch:
-        """Make ``count`` transfers of the first ``tokens`` of the sequence, in the way that is the
-        fastest for that many.
-        """
+        """Make ``count`` transfers of ``tokens`` each, in the way that is fastest for so many."""
         blocks = tokens // self._setting.source.block_size
         if blocks not in self._ways:
             tried = {way: self._measure(blocks, TRIES, way) for way in WAYS}

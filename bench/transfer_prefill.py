@@ -66,6 +66,7 @@ class Prompts:
         sender.begin(job)
         self._runner.execute(self._plan(order.tokens), layer_done)
         computed = time.perf_counter()
+        sender.computed(job.key, self.layout.num_layers, order.tokens)
         event = self._ended.get(timeout=TIMEOUT_S)
         ended = time.perf_counter()
         if not isinstance(event, SendDone):

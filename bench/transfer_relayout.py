@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvferry.bench.report import Better, Claim, Scalar, claim_from
-from kvferry.bench.stats import Interval, bootstrap_median, interleaved_pairs
+from kvferry.bench.stats import bootstrap_median, interleaved_pairs
 from kvferry.bench.transfer_cache import Copier, cache_layout
 from kvferry.bench.transfer_pair import Pair, Setting
 from kvferry.kernels.kv_pack.host_compiled import compiled_pack
@@ -30,16 +30,20 @@ class Variant:
     in_order: bool = False
     copier: Copier = Copier.BEST
 
-    def setting(self, nbytes: int) -> Setting:
-        """So many bytes on the wire, or a little less: whole blocks of both sides."""
-        source, wire, target = self.dtypes
-        token_bytes = cache_layout(16, wire).token_bytes
+    def tokens(self, nbytes: int) -> int:
+        """Whole blocks of both sides that have so many bytes on the wire, or a little less."""
         whole = max(self.blocks)
+        token_bytes = cache_layout(16, self.dtypes[1]).token_bytes
+        return max(1, nbytes // token_bytes // whole) * whole
+
+    def setting(self, held_bytes: int) -> Setting:
+        """Caches of so many bytes on the wire."""
+        source, wire, target = self.dtypes
         return Setting(
             source=cache_layout(self.blocks[0], source),
             target=cache_layout(self.blocks[1], target),
             wire=wire,
-            tokens=max(1, nbytes // token_bytes // whole) * whole,
+            tokens=self.tokens(held_bytes),
             in_order=self.in_order,
             copier=self.copier,
         )
@@ -62,14 +66,16 @@ VARIANTS = (
 )
 
 
-def relayout_rows(pair: Pair, nbytes: int, count: int) -> Iterator[dict[str, Scalar]]:
+def relayout_rows(
+    pair: Pair, nbytes: int, held_bytes: int, count: int
+) -> Iterator[dict[str, Scalar]]:
     """Each variant by itself."""
     for variant in VARIANTS:
-        setting = variant.setting(nbytes)
+        setting, tokens = variant.setting(held_bytes), variant.tokens(nbytes)
         pair.open(setting, [TRANSPORT])
-        pair.transfer(TRANSPORT, setting.tokens, 2)
-        batch = pair.transfer(TRANSPORT, setting.tokens, count)
-        size = setting.nbytes(setting.tokens)
+        pair.transfer(TRANSPORT, tokens, 2)
+        batch = pair.transfer(TRANSPORT, tokens, count)
+        size = setting.nbytes(tokens)
         latency_s = statistics.median(batch.latencies_s)
         yield {
             "what": f"{TRANSPORT}: {variant.name}",
@@ -82,36 +88,31 @@ def relayout_rows(pair: Pair, nbytes: int, count: int) -> Iterator[dict[str, Sca
     print("re-layouts: done", file=sys.stderr)
 
 
-def relayout_claims(plain: Pair, relaid: Pair, nbytes: int, pairs: int) -> list[Claim]:
+def relayout_claims(
+    plain: Pair, relaid: Pair, nbytes: int, held_bytes: int, pairs: int
+) -> list[Claim]:
     """The part of a transfer's time that digest and re-layout take, by interleaved pairs: with the
     compiled pack, where there is one, and with numpy.
     """
-    numpy_id = "relayout_overhead"
-    claims = []
-    if compiled_pack() is not None:
-        overhead = _overhead(plain, relaid, RELAID, nbytes, pairs)
-        claims.append(_claim(overhead, "relayout_overhead", GOAL_OVERHEAD_COMPILED))
-        numpy_id = "relayout_overhead_numpy"
-    overhead = _overhead(plain, relaid, RELAID_NUMPY, nbytes, pairs)
-    return [*claims, _claim(overhead, numpy_id, GOAL_OVERHEAD)]
+
+    def claim(id: str, variant: Variant, goal: float) -> Claim:
+        plain.open(PLAIN.setting(held_bytes), [TRANSPORT])
+        relaid.open(variant.setting(held_bytes), [TRANSPORT])
+        plain_s, relaid_s = interleaved_pairs(
+            lambda: _seconds(plain, PLAIN.tokens(nbytes)),
+            lambda: _seconds(relaid, variant.tokens(nbytes)),
+            pairs,
+        )
+        shares = [1 - copies / whole for copies, whole in zip(plain_s, relaid_s, strict=True)]
+        return claim_from(bootstrap_median(shares), id=id, better=Better.LOWER, goal=goal)
+
+    if compiled_pack() is None:
+        return [claim("relayout_overhead", RELAID_NUMPY, GOAL_OVERHEAD)]
+    return [
+        claim("relayout_overhead", RELAID, GOAL_OVERHEAD_COMPILED),
+        claim("relayout_overhead_numpy", RELAID_NUMPY, GOAL_OVERHEAD),
+    ]
 
 
-def _overhead(plain: Pair, relaid: Pair, variant: Variant, nbytes: int, pairs: int) -> Interval:
-    sides = [(plain, PLAIN.setting(nbytes)), (relaid, variant.setting(nbytes))]
-    for pair, setting in sides:
-        pair.open(setting, [TRANSPORT])
-        pair.transfer(TRANSPORT, setting.tokens, 2)
-
-    def seconds(pair: Pair, setting: Setting) -> float:
-        return statistics.median(pair.transfer(TRANSPORT, setting.tokens, 3).latencies_s)
-
-    plain_s, relaid_s = interleaved_pairs(
-        lambda: seconds(*sides[0]), lambda: seconds(*sides[1]), pairs
-    )
-    return bootstrap_median(
-        [1 - copies / whole for copies, whole in zip(plain_s, relaid_s, strict=True)]
-    )
-
-
-def _claim(overhead: Interval, id: str, goal: float) -> Claim:
-    return claim_from(overhead, id=id, better=Better.LOWER, goal=goal)
+def _seconds(pair: Pair, tokens: int) -> float:
+    return statistics.median(pair.transfer(TRANSPORT, tokens, 3).latencies_s)

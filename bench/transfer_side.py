@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from kvferry.bench.transfer_cache import BenchCache
+from kvferry.bench.transfer_cache import BenchCache, part
 from kvferry.bench.transfer_copy import copy_rate
 from kvferry.bench.transfer_orders import (
     Answer,
@@ -37,7 +37,6 @@ from kvferry.kv_transfer.choices import Choices
 from kvferry.kv_transfer.endpoints import listen
 from kvferry.kv_transfer.handshake import LinkOptions
 from kvferry.kv_transfer.jobs import BlockTable, ReceiveJob, SendDone, SendEvent, SendJob
-from kvferry.kv_transfer.layout import Span
 from kvferry.kv_transfer.memory import KvMemory
 from kvferry.kv_transfer.push import Push
 from kvferry.kv_transfer.receiver import KvReceiver
@@ -67,6 +66,8 @@ class Side:
         self._options = LinkOptions(secret=secret, incarnation=PEER, expected_links=1)
         self._memory: KvMemory | None = None
         self._blocks: BlockTable | None = None
+        self._held = 0
+        """Tokens of the sequence."""
         self._prompts: Prompts | None = None
         self._receivers: dict[str, KvReceiver] = {}
         self._senders: dict[str, KvSender] = {}
@@ -105,7 +106,7 @@ class Side:
         # The memory of the last cache goes before the next one takes as much.
         self._memory = self._blocks = self._prompts = None
         cache = BenchCache(order.layout, order.tokens, order.order, order.copier)
-        self._blocks = cache.blocks
+        self._blocks, self._held = cache.blocks, order.tokens
         self._memory = cache.memory
         for name in order.transports:
             self._receivers[name] = KvReceiver(
@@ -128,7 +129,7 @@ class Side:
                     key=attempt(number),
                     lease=LeaseId(number),
                     wire=order.wire,
-                    tokens=Span(0, order.tokens),
+                    tokens=part(number, order.tokens, self._held, order.whole),
                     blocks=self._blocks,
                     deadline_s=time.monotonic() + LEASE_S,
                 )
@@ -160,7 +161,7 @@ class Side:
             lease=LeaseId(number),
             target=order.target,
             wire=order.wire,
-            tokens=Span(0, order.tokens),
+            tokens=part(number, order.tokens, self._held, order.whole),
             blocks=self._blocks,
         )
 

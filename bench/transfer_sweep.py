@@ -19,7 +19,6 @@ CLAIMED_FROM = 4 << 20
 MANY_AT_ONCE = 8
 ROUND_BYTES = 64 << 20
 """Of one contender and size in one round, where a transfer is no larger."""
-BOUND_S = 0.15
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +76,8 @@ class Sweep:
 class Probes:
     """Limits, in bytes per second, measured between the contenders' turns."""
 
-    bound: Callable[[int, float], float]
-    """(bytes, seconds to measure): two processes that copy with digest at once, the slower one."""
+    bound: Callable[[], float]
+    """Two processes that copy with digest at once, the slower one."""
     raw: Callable[[], float]
     """One TCP stream over loopback."""
 
@@ -98,7 +97,7 @@ def run_sweep(
         for contender in able:
             contender.transfer(tokens, 1)
         for number in range(rounds):
-            sweep.bounds.setdefault(tokens, []).append(probes.bound(size, BOUND_S))
+            sweep.bounds.setdefault(tokens, []).append(probes.bound())
             sweep.raw.append(probes.raw())
             first = number % len(able)
             for contender in able[first:] + able[:first]:
