@@ -13,7 +13,7 @@ PACKAGES := core cache models kernels proto engine kv_transfer prefill_worker de
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check $$(test -t 1 || echo -q) -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format lint types fast gpu proto docs clean
+.PHONY: help install demo test check format lint types fast gpu soak proto docs clean
 
 help: ## Show this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -53,6 +53,12 @@ types: $(STAMP)
 
 fast: $(STAMP)
 	$(BIN)/pytest -n 2 --dist loadfile -m 'not cluster and not model and not gpu and not slow'
+
+# Random schedules of the hand-off between workers on a virtual clock: docs/faults.md.
+SECONDS ?= 600
+soak: $(STAMP) ## Play random schedules of the KV hand-off for SECONDS, or SCHEDULE_SEED alone
+	PYTHONSAFEPATH=1 PYTHONPATH=tests/support $(BIN)/python -m kv_sim.soak \
+		$(if $(SCHEDULE_SEED),--schedule-seed $(SCHEDULE_SEED),--seconds $(SECONDS))
 
 proto: $(STAMP) ## Regenerate the stubs in proto/
 	$(BIN)/python proto/generate.py

@@ -27,6 +27,9 @@ LINGER_S = 5.0
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=None, help="repeat a run with its random seed")
+    parser.addoption(
+        "--schedule-seed", type=int, default=None, help="play one schedule of the simulator alone"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

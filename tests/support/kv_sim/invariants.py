@@ -145,8 +145,12 @@ class Invariants:
                 return f"request {request.number} has not ended"
         return ""
 
+    def held_blocks(self) -> int:
+        counts = [worker.pool.counts() for worker in self.world.live_workers()]
+        return sum(c.reserved + c.in_use + c.fenced for c in counts)
+
     def check_end(self) -> None:
         """All faults are over and all is given back."""
         for request in self.world.requests():
             if request.outcome == "done" and request.output != request.expected:
-                self.world.violation(f"request {request.number}: ended with {request.output}")
+                self.world.wrong(f"request {request.number}: ended with {request.output}")

@@ -11,7 +11,7 @@ from kv_sim.wire import SimChannel
 from kv_sim.workers import DecodeSide, Worker
 from kvferry.core.errors import LinkLost, ProtocolError
 from kvferry.core.ids import LeaseId
-from kvferry.kv_transfer.faults import LinkFaults, Side
+from kvferry.kv_transfer.faults import Side
 from kvferry.kv_transfer.faulty import FaultyChannel
 from kvferry.kv_transfer.handshake import Admitted
 from kvferry.kv_transfer.jobs import ReceiveEvent, ReceiveJob
@@ -51,7 +51,7 @@ class Receiving:
         for link in self.links:
             if link.peer == peer.incarnation:
                 link.retire()
-        end = FaultyChannel(channel, LinkFaults(self.world.faults, Side.RECEIVER))
+        end = self.world.wrap(channel, Side.RECEIVER)
         admitted = Admitted(
             inlet=end.open_inlet(transfer.num_slabs, transfer.slab_bytes, 0.0),
             num_slabs=transfer.num_slabs,
@@ -86,7 +86,11 @@ class Link:
     """One link of a receiver, and the actor that stands for its thread."""
 
     def __init__(
-        self, receiving: Receiving, end: FaultyChannel, wire_end: SimChannel, admitted: Admitted
+        self,
+        receiving: Receiving,
+        end: SimChannel | FaultyChannel,
+        wire_end: SimChannel,
+        admitted: Admitted,
     ) -> None:
         worker = receiving.worker
         self.name = f"{worker.name} link of {admitted.peer}"

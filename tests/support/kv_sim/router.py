@@ -293,7 +293,7 @@ class Router:
         output = request.output
         right = request.expected[len(output) : len(output) + 1]
         if [token] != right:
-            self.world.violation(
+            self.world.wrong(
                 f"request {request.number}: token {len(output)} is {token}, not {right}"
             )
         request.tokens.append(token)

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from kv_sim.clock import Hang
-from kv_sim.faults import WEIGHTS
+from kv_sim.faults import WEIGHTS, wire_goes_bad
 from kv_sim.world import World
 
 FAULTY_S = 3.0
@@ -17,7 +17,9 @@ DEFECTS = {"blocks_given_away", "leases_mixed_up"}
 """Defects of this side, which may leave a request to its deadline."""
 PATIENCE_S = 45.0
 CHECK_S = 0.05
-NUM_FAULTS = (0, 0, 1, 2, 3, 5, 8)
+NUM_PROBES = 1
+NUM_REQUESTS = (1, 2, 3, 4)
+NUM_FAULTS = (0, 1, 2, 3, 5, 8)
 MEDDLING = (0.0, 0.0, 0.05, 0.2)
 """Chance that a copy or a flight is meddled with."""
 
@@ -35,9 +37,17 @@ class Result:
     trace: list[str] = field(default_factory=list)
     virtual_s: float = 0.0
 
+    wrong_tokens: int = 0
+    leaked: int = 0
+    """Blocks held at the end by nobody who may."""
+
     @property
     def failed(self) -> bool:
         return bool(self.violations or self.hang or self.leak)
+
+    @property
+    def broken_rules(self) -> int:
+        return len(self.violations) - self.wrong_tokens
 
 
 def run_schedule(seed: int, *, trace: bool = False) -> Result:
@@ -49,6 +59,10 @@ def run_schedule(seed: int, *, trace: bool = False) -> Result:
     except Hang as error:
         result.hang = str(error)
     result.violations = world.violations
+    result.wrong_tokens = world.wrong_tokens
+    if result.leak:
+        result.leaked = world.invariants.held_blocks()
+        result.hang = result.hang or ("" if result.leaked else result.leak)
     result.covered = world.covered
     result.trace = world.trace or []
     result.virtual_s = world.agenda.now
@@ -58,11 +72,13 @@ def run_schedule(seed: int, *, trace: bool = False) -> Result:
 def _play(world: World, result: Result) -> None:
     draw, agenda = world.random, world.agenda
     agenda.after(0.0, world.invariants.watch)
-    for _ in range(draw.randint(2, 5)):
+    for _ in range(draw.choice(NUM_REQUESTS)):
         agenda.at(draw.random() * FAULTY_S / 3, world.arrive)
     faults, weights = list(WEIGHTS), list(WEIGHTS.values())
     num_faults = draw.choice(NUM_FAULTS)
-    for fault in draw.choices(faults, weights, k=num_faults):
+    drawn = draw.choices(faults, weights, k=num_faults)
+    world.wires_may_go_bad = wire_goes_bad in drawn
+    for fault in drawn:
         agenda.at(draw.random() ** 2 * FAULTY_S, world.happen, fault)
     if num_faults:
         world.meddling.chance = draw.choice(MEDDLING)
@@ -95,7 +111,7 @@ def _probe(world: World, result: Result) -> None:
     world.calm()
     while not world.is_whole():
         world.agenda.pass_time(CHECK_S)
-    probes = [world.draw_request(patient=True) for _ in range(2)]
+    probes = [world.draw_request(patient=True) for _ in range(NUM_PROBES)]
     for probe in probes:
         world.submit(probe)
     world.agenda.pass_time(CHECK_S)

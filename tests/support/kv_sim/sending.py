@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from kv_sim.clock import NEVER
 from kv_sim.memory import SlowMemory
-from kv_sim.wire import Wire, make_link
+from kv_sim.wire import SimChannel, Wire, make_link
 from kv_sim.workers import PrefillSide
 from kvferry.core.errors import LinkLost, LinkRefused, ProtocolError, TransferFailed
 from kvferry.core.ids import AttemptKey, Incarnation
-from kvferry.kv_transfer.faults import LinkFaults, Side
+from kvferry.kv_transfer.faults import Side
 from kvferry.kv_transfer.faulty import FaultyChannel
 from kvferry.kv_transfer.handshake import Greeted
 from kvferry.kv_transfer.jobs import Reason, SendEvent, SendJob
@@ -90,7 +90,7 @@ class Link:
         worker = sending.worker
         self.name = f"link {worker.name} - {peer.incarnation}"
         self.sending, self.worker, self.world = sending, worker, sending.world
-        self.channel: FaultyChannel | None = None
+        self.channel: SimChannel | FaultyChannel | None = None
         self.peer = peer
         self._session: SenderSession | None = None
         self._retry_at_s = 0.0
@@ -117,7 +117,7 @@ class Link:
         if self.channel is not None:
             self.channel.close()
 
-    def _connect(self, endpoint: str, timeout_s: float) -> FaultyChannel:
+    def _connect(self, endpoint: str, timeout_s: float) -> SimChannel | FaultyChannel:
         self.worker.busy(self._actor, self.world.pace.dial_s())
         worker = self.world.listening_at(endpoint)
         if worker is None:
@@ -129,7 +129,7 @@ class Link:
         ours, theirs = make_link(wire)
         ours.actor = self._actor
         self._end = ours
-        channel = FaultyChannel(ours, LinkFaults(self.world.faults, Side.SENDER))
+        channel = self.world.wrap(ours, Side.SENDER)
         admitted = worker.receiving.accept(self.worker, theirs)
         self.greeted = Greeted(
             outlet=channel.open_outlet(admitted.num_slabs, admitted.slab_bytes, 0.0),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
-from kv_sim.clock import Actor
+from kv_sim.clock import NEVER, Actor
 from kvferry.core.errors import LinkLost, ProtocolError
 from kvferry.kv_transfer.messages import MAX_FRAME
 
@@ -172,6 +172,10 @@ class SimChannel:
         if self._wire.closed:
             raise LinkLost("the peer closed the link")
         return None
+
+    def pump(self) -> float:
+        """Nothing is late here."""
+        return NEVER
 
     def wake(self) -> None:
         if self.actor is not None:

@@ -165,7 +165,7 @@ class CheckedRunner:
         try:
             return self._runner.execute(plan, layer_done)
         except WrongKV as error:
-            self._world.violation(f"{self._name}: {error}")
+            self._world.wrong(f"{self._name}: {error}")
             raise
         except Exception as error:
             self._world.violation(f"{self._name}: step {plan.step}: {error!r}")

@@ -18,10 +18,11 @@ from kv_sim.meddling import Meddling
 from kv_sim.pace import Pace
 from kv_sim.router import Request, Router
 from kv_sim.session import Session
-from kv_sim.wire import Path
+from kv_sim.wire import Path, SimChannel
 from kv_sim.workers import DecodeSide, PrefillSide, Shape, Worker
 from kvferry.core.ids import AttemptKey, Incarnation
-from kvferry.kv_transfer.faults import Chances, Fault, Faults, Point
+from kvferry.kv_transfer.faults import Chances, Fault, Faults, LinkFaults, Point, Side
+from kvferry.kv_transfer.faulty import FaultyChannel
 from kvferry.kv_transfer.handshake import LinkOptions
 from kvferry.proto import worker_pb2 as pb
 
@@ -55,11 +56,13 @@ class World:
         self.pace = Pace(self.random)
         self.trace: list[str] | None = [] if trace else None
         self.violations: list[str] = []
+        self.wrong_tokens = 0
         self.covered: Counter[str] = Counter()
         self.closing = False
         self.happened: set[str] = set()
         """Names of the faults so far."""
-        self.crowd_left = 4
+        self.crowd_left = 3
+        self.wires_may_go_bad = False
         self.invariants = Invariants(self)
         draw = self.random
         self.growth_tokens = draw.choice((1, 2, 4, 8))
@@ -81,7 +84,7 @@ class World:
         self.shapes = [
             _draw_shape(draw, f"{kind}{number}", kind == "P")
             for kind in "PD"
-            for number in range(draw.randint(1, 2))
+            for number in range(draw.choice((1, 1, 2)))
         ]
         self.workers: dict[str, Worker] = {}
         self.all_workers: list[Worker] = []
@@ -89,7 +92,7 @@ class World:
         self.routers: list[Router] = []
         for shape in self.shapes:
             self.start_worker(shape)
-        for _ in range(draw.randint(1, 2)):
+        for _ in range(draw.choice((1, 1, 2))):
             self.start_router()
         self._streams = [
             [draw.randrange(VOCAB_SIZE) for _ in range(40)] for _ in range(draw.randint(1, 3))
@@ -167,7 +170,7 @@ class World:
         return Request(
             number=self._requests,
             prompt=prompt,
-            max_tokens=draw.randint(1, 6),
+            max_tokens=draw.choice((1, 2, 2, 3, 5)),
             deadline_s=self.agenda.now + wait_s,
             local=draw.random() < 0.1,
         )
@@ -217,6 +220,12 @@ class World:
         """Whether a slab that leaves now never arrives, and nobody is told."""
         return self.agenda.now < self.sticky_until_s and self.random.random() < 0.2
 
+    def wrap(self, channel: SimChannel, side: Side) -> SimChannel | FaultyChannel:
+        """A link's end, at fault where this world has such faults."""
+        if not self.wires_may_go_bad:
+            return channel
+        return FaultyChannel(channel, LinkFaults(self.faults, side))
+
     def lease_for(self, worker: Worker, lease: int) -> int:
         """The lease that a router names, which is mostly the one it was granted."""
         if self.agenda.now >= self.mixed_up_until_s:
@@ -251,6 +260,11 @@ class World:
         self.violation(text)
         if self.trace is not None:
             self.trace += traceback.format_exception(error)
+
+    def wrong(self, text: str) -> None:
+        """A wrong token, or KV that would have led to one."""
+        self.wrong_tokens += 1
+        self.violation(text)
 
     def violation(self, text: str) -> None:
         self.note("VIOLATION: %s", text)
