@@ -38,6 +38,9 @@ RECEIVER, SENDER = 0, 1
 """Ranks in the group."""
 SLAB_ALIGNMENT = 256
 """Bytes at which slabs begin."""
+OPERATION_S = 5.0
+SLOWEST = 10e6
+"""The oldest operation has hung after OPERATION_S and what a slab takes at SLOWEST bytes/s."""
 LINGER_S = 5.0
 """How long a path that closes waits for its thread."""
 
@@ -212,7 +215,8 @@ class GroupChannel(SocketChannel):
         except KvferryError:
             group.abort()
             raise
-        self._path = GroupPath(group, num_slabs, slab_bytes, self.wake, timeout_s)
+        hung_after_s = OPERATION_S + slab_bytes / SLOWEST
+        self._path = GroupPath(group, num_slabs, slab_bytes, self.wake, hung_after_s)
         return self._path
 
 
