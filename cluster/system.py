@@ -103,8 +103,9 @@ class System:
         supervisor = Supervisor(workers, self._restart, router.replace, self._report)
         self._supervising = asyncio.create_task(supervisor.run())
         stack.push_async_callback(_cancelled, self._supervising)
-        measuring = asyncio.create_task(self._tell_links(router))
-        stack.push_async_callback(_cancelled, measuring)
+        if config.transfer.probe:
+            measuring = asyncio.create_task(self._tell_links(router))
+            stack.push_async_callback(_cancelled, measuring)
 
     def _handles(self, group: PlacementGroup) -> list[WorkerHandle]:
         config = self._config

@@ -133,6 +133,11 @@ class TransferConfig(Section):
         description="layers: send KV while later layers compute; whole: after the prompt; auto "
         "decides for each prompt by measured rates.",
     )
+    probe: bool = Field(
+        True,
+        description="Measure at the start what each pair of workers can use; without, the first "
+        "transport that works is taken.",
+    )
     streams: int = Field(2, ge=1, le=64, description="TCP connections per link for KV bytes.")
     trusted_network: bool = Field(
         False,

@@ -23,7 +23,8 @@ class Probe(Protocol):
 class PeerBook:
     """Each life of a decode worker is measured once, whoever asks, and again when a way breaks."""
 
-    def __init__(self, probe: Probe) -> None:
+    def __init__(self, probe: Probe | None) -> None:
+        """Without ``probe`` nothing is measured."""
         self._probe = probe
         self._peers: dict[Incarnation, dict[Incarnation, pb.Peer]] = {}
         """Router -> its peers by incarnation."""
@@ -42,7 +43,7 @@ class PeerBook:
         now = {peer for known in self._peers.values() for peer in known}
         self._links = {peer: links for peer, links in self._links.items() if peer in now}
         for incarnation, peer in named.items():
-            if incarnation not in before:
+            if self._probe is not None and incarnation not in before:
                 for rank in sorted({endpoint.rank for endpoint in peer.endpoints}):
                     self._probe(incarnation, rank, endpoints_of(peer.endpoints, rank))
         return [self._links[peer] for peer in named if peer in self._links]

@@ -31,7 +31,7 @@ from kvferry.engine.sequences import Sequences, State, WorkerSequence
 from kvferry.engine.specs import spec_fault
 from kvferry.kv_transfer.jobs import SendAborted, SendDone, SendFailed, SendJob
 from kvferry.kv_transfer.layout import KvLayout
-from kvferry.kv_transfer.peer_book import PeerBook
+from kvferry.kv_transfer.peer_book import PeerBook, Probe
 from kvferry.kv_transfer.plan import check_compatible, wire_dtype
 from kvferry.kv_transfer.prober import Probed
 from kvferry.kv_transfer.wire import (
@@ -65,8 +65,6 @@ class Sender(Protocol):
 
     def abort(self, key: AttemptKey) -> None: ...
 
-    def probe(self, peer: Incarnation, rank: int, endpoints: tuple[str, ...]) -> None: ...
-
 
 class PrefillRole:
     """State of all prompts on one prefill worker. Lives on the step loop's thread."""
@@ -78,7 +76,9 @@ class PrefillRole:
         batch: PrefillBatch,
         sender: Sender,
         layout: KvLayout,
+        probe: Probe | None = None,
     ) -> None:
+        """``probe``: measures the ways to a peer; None: nobody does."""
         self.sequences = sequences
         self.ports: dict[Incarnation, RouterPort] = {}
         self.endings: Counter[str] = Counter()
@@ -87,7 +87,7 @@ class PrefillRole:
         self._batch = batch
         self._sender = sender
         self._layout = layout
-        self._peers = PeerBook(sender.probe)
+        self._peers = PeerBook(probe)
         self._begun: list[WorkerSequence] = []
         """Prompts whose first chunk the step planned last is, where KV of them goes out."""
         self._pushed: list[tuple[WorkerSequence, int]] = []
@@ -214,6 +214,9 @@ class PrefillRole:
 
     def _hand_over(self, first: FirstToken) -> None:
         seq = first.seq
+        if seq.sending or seq.sent is not None:
+            # Said a second time: the step has ended too.
+            self._sender.computed(seq.key, self._layout.num_layers, seq.length)
         if seq.sending and first.finish_reason is None:
             seq.enter(State.TRANSFERRING)
         elif seq.sent is not None:

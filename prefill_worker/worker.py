@@ -15,7 +15,7 @@ from kvferry.engine.ports import Gate, OpenGate
 from kvferry.engine.session import SessionServer
 from kvferry.engine.wiring import build_parts, session_settings, worker_hello
 from kvferry.kv_transfer.endpoints import connect as connect_any
-from kvferry.kv_transfer.memory import PagedKvMemory
+from kvferry.kv_transfer.pool_memory import pool_memory
 from kvferry.kv_transfer.push import Push
 from kvferry.kv_transfer.sender import KvSender
 from kvferry.kv_transfer.transport import Connect
@@ -47,7 +47,7 @@ class PrefillWorker:
         self.hello = worker_hello(worker_id, "prefill", backend, pool, root)
         self.hello.layout.CopyFrom(layout_message(layout))
         incarnation = Incarnation(self.hello.incarnation)
-        memory = PagedKvMemory(backend.kv.slots, layout, parts.pool.generations)
+        memory = pool_memory(backend.kv, layout, parts.pool.generations)
         options = link_options(config, secret, incarnation)
         self.sender = KvSender(
             memory,
@@ -72,7 +72,8 @@ class PrefillWorker:
             max_model_len=backend.max_model_len,
             max_batch_tokens=pool.max_batch_tokens,
         )
-        self.role = PrefillRole(parts.sequences, admission, batch, self.sender, layout)
+        probe = self.sender.probe if config.transfer.probe else None
+        self.role = PrefillRole(parts.sequences, admission, batch, self.sender, layout, probe)
         self.loop = StepLoop(self.role, backend.runner, clock)
         server = SessionServer(self.loop, self.hello, session_settings(config, pool, secret))
         self.host = WorkerHost(self.loop, server, worker_id)

@@ -28,6 +28,10 @@ class HoldAt:
         self._reached.set()
         return True
 
+    def hold(self, state: str) -> None:
+        """From now on hold requests in ``state``."""
+        self._state = state
+
     def open(self) -> None:
         self._open.set()
 

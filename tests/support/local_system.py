@@ -49,18 +49,20 @@ def fake_backend(
     num_blocks: int = 64,
     max_model_len: int = 128,
     eos: tuple[int, ...] = (),
+    num_layers: int = 2,
+    dtype: torch.dtype = torch.float64,
     **hooks: Any,
 ) -> Backend:
     """A model whose next token depends on every token of its context, read back from the paged
-    cache.
+    cache, which is of ``dtype``.
     """
     kv = PagedKV.allocate(
-        num_layers=2,
+        num_layers=num_layers,
         num_kv_heads=1,
         head_dim=4,
         block_size=block_size,
         num_blocks=num_blocks,
-        dtype=torch.float64,
+        dtype=dtype,
     )
     identity = ModelIdentity(1, b"fake", b"", "float64")
     return Backend(FakeRunner(kv, VOCAB_SIZE, **hooks), kv, max_model_len, eos, identity)
@@ -72,7 +74,12 @@ def local_config(**sections: dict[str, Any]) -> Config:
         "model": {"dtype": "float64"},
         "prefill": {"block_size": 4, "max_batch_tokens": 16},
         "decode": {"block_size": 4},
-        "transfer": {"transport": "loopback", "staging": "1MiB", "slab": "256KiB"},
+        "transfer": {
+            "transport": "loopback",
+            "probe": False,
+            "staging": "1MiB",
+            "slab": "256KiB",
+        },
         "router": {"grpc": "127.0.0.1:0", "http": "127.0.0.1:0"},
         "cluster": {"beat_s": 0.05, "silence_s": 5.0},
     }
@@ -219,12 +226,16 @@ async def local_system(
     config: Config,
     backend: Callable[[int], Backend] = fake_backend,
     *,
+    decode_backend: Callable[[int], Backend] | None = None,
     prefill_gate: Gate | None = None,
     decode_gate: Gate | None = None,
     connect: Connect = connect_any,
     grpc: bool = False,
 ) -> AsyncIterator[LocalSystem]:
-    """Start everything ``config`` names; ``backend(block_size)`` is asked once per worker."""
+    """Start everything ``config`` names; ``backend(block_size)`` is asked once per worker, and
+    ``decode_backend`` in its place for decode workers.
+    """
+    decode_backend = decode_backend or backend
     workers: dict[str, Worker] = {}
     for number in range(config.prefill.workers):
         name = f"prefill-{number}"
@@ -239,7 +250,7 @@ async def local_system(
     for number in range(config.decode.workers):
         name = f"{config.decode.role}-{number}"
         workers[name] = DecodeWorker(
-            name, config, backend(config.decode.block_size), SECRET, gate=decode_gate
+            name, config, decode_backend(config.decode.block_size), SECRET, gate=decode_gate
         )
     run = _with_grpc if grpc else _with_threads
     async with run(config, workers) as system:
