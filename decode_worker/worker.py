@@ -17,7 +17,7 @@ from kvferry.engine.loop import StepLoop
 from kvferry.engine.ports import Gate, OpenGate
 from kvferry.engine.session import SessionServer
 from kvferry.engine.wiring import build_parts, session_settings, worker_hello
-from kvferry.kv_transfer.memory import PagedKvMemory
+from kvferry.kv_transfer.pool_memory import pool_memory
 from kvferry.kv_transfer.receiver import KvReceiver
 from kvferry.kv_transfer.wire import (
     endpoint_messages,
@@ -51,7 +51,7 @@ class DecodeWorker:
         self.hello.layout.CopyFrom(layout_message(layout))
         self.hello.kv_wire = wire
         incarnation = Incarnation(self.hello.incarnation)
-        memory = PagedKvMemory(backend.kv.slots, layout, parts.pool.generations)
+        memory = pool_memory(backend.kv, layout, parts.pool.generations)
         self.receiver = KvReceiver(
             memory,
             link_options(config, secret, incarnation),

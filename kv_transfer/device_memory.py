@@ -9,8 +9,8 @@
    staging, in one asynchronous copy.
 4. The sums of the tiles come back by an asynchronous copy, for which the link's thread waits.
 
-A scatter's event, for which the compute stream has to wait before it reads the blocks, goes to
-``on_scatter`` as soon as it is enqueued.
+A scatter's event goes to ``on_scatter`` as soon as it is enqueued: for a compute stream that is to
+read the blocks in a step enqueued before ``scatter`` returns. Later ones need not wait.
 """
 
 from __future__ import annotations
