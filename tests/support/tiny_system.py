@@ -41,7 +41,12 @@ class TinyModel:
     dense: AllLogits
 
     def backends(
-        self, num_tokens: int = 2048, *, dtype: str = "float64", max_model_len: int = MAX_MODEL_LEN
+        self,
+        num_tokens: int = 2048,
+        *,
+        dtype: str = "float64",
+        kv_dtype: str | None = None,
+        max_model_len: int = MAX_MODEL_LEN,
     ) -> Callable[[int], Backend]:
         """``local_system``'s way to ask for a backend."""
         return partial(
@@ -49,6 +54,7 @@ class TinyModel:
             self.folder,
             num_tokens=num_tokens,
             dtype=dtype,
+            kv_dtype=kv_dtype,
             max_model_len=max_model_len,
         )
 
@@ -85,12 +91,15 @@ def served_backend(
     *,
     num_tokens: int = 2048,
     dtype: str = "float64",
+    kv_dtype: str | None = None,
     max_model_len: int = MAX_MODEL_LEN,
 ) -> Backend:
     """Load a tiny model's folder with room for ``num_tokens``, as a worker does when it starts."""
-    model = ModelConfig(dtype=dtype, max_model_len=max_model_len)  # type: ignore[arg-type]
+    model = ModelConfig(dtype=dtype, kv_dtype=kv_dtype, max_model_len=max_model_len)  # type: ignore[arg-type]
     spec = read_spec(folder)
-    per_token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * DTYPE_BYTES[dtype]
+    per_token = (
+        2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * DTYPE_BYTES[kv_dtype or dtype]
+    )
     pool = PoolConfig(block_size=block_size, kv_memory=num_tokens * per_token)
     return load_backend(folder, VOCAB_SIZE, model, pool, "pool")
 
