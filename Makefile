@@ -69,7 +69,7 @@ gpu: ## Prove on a GPU what nothing else can, in at most 8 minutes; writes build
 	PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/build/typed $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) \
 		-m kvferry.cli.main bench gpu --json build/gpu.json
 
-docs: $(STAMP) ## Regenerate docs/configuration.md and the tables of docs/benchmarks.md and docs/kernels.md
+docs: $(STAMP) ## Regenerate docs/configuration.md and the tables of benchmarks.md, transfer.md and kernels.md
 	$(BIN)/python docs/generate.py
 	$(BIN)/python docs/benchmark_tables.py
 	$(BIN)/python docs/kernel_tables.py

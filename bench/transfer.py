@@ -24,7 +24,6 @@ from kvferry.bench.transfer_contenders import (
     MOST_PEER_BYTES,
     NIXL,
     NIXL_TCP,
-    add_contenders,
     peers_at_hand,
     start_contenders,
     usable_transports,
@@ -118,7 +117,15 @@ def run(args: list[str]) -> Report:
 def _parser() -> argparse.ArgumentParser:
     parser = option_parser("transfer", __doc__.partition("\n")[0])
     add_model(parser)
-    add_contenders(parser)
+    parser.add_argument("--transports", metavar="NAME,...", help="default: all that can be used")
+    parser.add_argument(
+        "--peer-mooncake", metavar="PYTHON", help="interpreter that has Mooncake and numpy"
+    )
+    parser.add_argument(
+        "--peer-nixl",
+        metavar="PYTHON",
+        help="interpreter that has nixl-cu12 and numpy (default: this one, if it has)",
+    )
     parser.add_argument("--sizes", metavar="SIZE,...", help="bytes of a transfer: 1MiB,1GiB")
     parser.add_argument("--full", action="store_true", help="up to 4 GiB: takes minutes more")
     parser.add_argument("--plot", type=new_file, metavar="FILE.svg", help="draw rate over size")

@@ -30,18 +30,6 @@ class Peer(NamedTuple):
     environment: Mapping[str, str]
 
 
-def add_contenders(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--transports", metavar="NAME,...", help="default: all that can be used")
-    parser.add_argument(
-        "--peer-mooncake", metavar="PYTHON", help="interpreter that has Mooncake and numpy"
-    )
-    parser.add_argument(
-        "--peer-nixl",
-        metavar="PYTHON",
-        help="interpreter that has nixl-cu12 and numpy (default: this one, if it has)",
-    )
-
-
 def usable_transports(options: argparse.Namespace) -> list[str]:
     """Those asked for. Raises ConfigError for one that cannot be used here."""
     usable = [

@@ -1,6 +1,6 @@
-"""Write the results of docs/results/*.json into docs/benchmarks.md, between its markers.
+"""Write the results of docs/results/*.json into the pages that show them, between their markers.
 
-``python docs/benchmark_tables.py [FILE]``; FILE is written in place of docs/benchmarks.md.
+``python docs/benchmark_tables.py [FOLDER]``; pages are written there in place of docs/.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from typing import Any
 from kvferry.bench.report import format_scalar
 
 HERE = Path(__file__).resolve().parent
+PAGES = {"transfer": "transfer.md", "kv_quality": "transfer.md"}
+"""Bench -> page; benchmarks.md shows those of all others."""
+OTHERS = "benchmarks.md"
 BEGIN = "<!-- results: written by `make docs` from docs/results/*.json -->"
 END = "<!-- end of results -->"
 
@@ -90,6 +93,8 @@ def reports() -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    source = HERE / "benchmarks.md"
-    target = Path(sys.argv[1]) if len(sys.argv) > 1 else source
-    target.write_text(render(source.read_text(encoding="utf-8"), reports()), encoding="utf-8")
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else HERE
+    for page in sorted({*PAGES.values(), OTHERS}):
+        shown = [report for report in reports() if PAGES.get(report["bench"], OTHERS) == page]
+        text = render((HERE / page).read_text(encoding="utf-8"), shown)
+        (folder / page).write_text(text, encoding="utf-8")

@@ -35,9 +35,9 @@ def why_not() -> str | None:
 
 def load_nixl() -> Any:
     """NIXL's Python API. Raises LinkRefused."""
-    # NIXL brings a libnl of its own, and the system's RDMA libraries bring the system's. Loaded into
-    # one scope the two mix up their lists, and the process crashes as it exits; loaded first, by
-    # itself, the system's keeps to itself.
+    # NIXL brings a libnl of its own, and the system's RDMA libraries bring the system's. Loaded
+    # into one scope the two mix up their lists, and the process crashes as it exits; loaded first,
+    # by itself, the system's keeps to itself.
     with contextlib.suppress(OSError):
         ctypes.CDLL("libnl-route-3.so.200")
     try:
