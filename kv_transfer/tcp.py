@@ -45,6 +45,7 @@ class TcpChannel(SocketChannel):
         super().__init__(sock)
         self._listener = listener
         self._streams = streams
+        self._path: TcpInlet | TcpOutlet | None = None
 
     def open_inlet(self, num_slabs: int, slab_bytes: int, timeout_s: float) -> TcpInlet:
         listener, token = self._listener, secrets.token_bytes(TOKEN_BYTES)
@@ -54,6 +55,7 @@ class TcpChannel(SocketChannel):
             inlet = TcpInlet(num_slabs, slab_bytes, self.wake, lambda: listener.forget(token))
         except OSError as error:
             raise LinkLost(f"no slab memory for the link: {error.strerror}") from None
+        self._path = inlet
         listener.expect(token, self._streams, inlet.attach)
         try:
             self.send(msgspec.msgpack.encode(_Setup(token, self._streams)), timeout_s)
@@ -71,11 +73,19 @@ class TcpChannel(SocketChannel):
         try:
             for _ in range(setup.streams):
                 socks.append(self._dial_stream(setup.token, deadline))
-            return TcpOutlet(num_slabs, slab_bytes, socks, self.wake)
+            outlet = self._path = TcpOutlet(num_slabs, slab_bytes, socks, self.wake)
         except OSError as error:
             for sock in socks:
                 sock.close()
             raise LinkLost(f"no data path to the peer: {error}") from None
+        return outlet
+
+    def close(self) -> None:
+        """With the data path, should nobody have closed it."""
+        path, self._path = self._path, None
+        if path is not None:
+            path.close()
+        super().close()
 
     def _setup(self, deadline: float) -> _Setup:
         while (left_s := deadline - time.monotonic()) > 0:
