@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
@@ -14,7 +14,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-from kvferry.core.config import Config
+from kvferry.core.config import ON_ONE_HOST, Config
 from kvferry.core.errors import KvferryError, StartupError
 
 T = TypeVar("T")
@@ -25,18 +25,23 @@ START_TRIES = 4
 OBJECT_STORE_BYTES = 80 << 20
 """Ray's least: KV and tokens never go through its object store."""
 NAMESPACE = "kvferry"
+ROLE_SHARE = 0.001
+"""Of the one unit of its role that a host offers: that is a mark and limits nothing."""
+_NOTHING: Mapping[str, float] = {}
 
 
 @asynccontextmanager
 async def ray_runtime(config: Config) -> AsyncIterator[PlacementGroup]:
     """Ray with room for all workers. Raises StartupError.
 
-    The workers of both pools are packed onto one host: their KV moves through shared memory.
+    Workers are placed on few hosts, on one where KV can only move within it, and on hosts of their
+    role where the cluster says which those are.
     """
     with tempfile.TemporaryDirectory(prefix="kvferry-") as clean:
         await asyncio.to_thread(start_ray, config, clean)
         try:
-            group = placement_group(bundles(config), strategy="STRICT_PACK")
+            wanted = bundles(config, ray.cluster_resources())
+            group = placement_group(wanted, strategy=strategy(config))
             await _placed(group, config)
             try:
                 yield group
@@ -46,13 +51,20 @@ async def ray_runtime(config: Config) -> AsyncIterator[PlacementGroup]:
             await asyncio.to_thread(ray.shutdown)
 
 
-def bundles(config: Config) -> list[dict[str, float]]:
-    """Resources of each worker, prefill workers first."""
-    return [
-        {"CPU": float(pool.threads)}
-        for pool in (config.prefill, config.decode)
-        for _ in range(pool.workers)
-    ]
+def bundles(config: Config, cluster: Mapping[str, float] = _NOTHING) -> list[dict[str, float]]:
+    """Resources of each worker, prefill workers first. ``cluster``: what there is in all; hosts
+    that offer the resource ``prefill`` or ``decode`` are for workers of that pool.
+    """
+    wanted = []
+    for role, pool in (("prefill", config.prefill), ("decode", config.decode)):
+        own = {role: ROLE_SHARE} if role in cluster else {}
+        wanted += [{"CPU": float(pool.threads), **own} for _ in range(pool.workers)]
+    return wanted
+
+
+def strategy(config: Config) -> str:
+    """How Ray places the workers."""
+    return "STRICT_PACK" if config.transfer.transport in ON_ONE_HOST else "PACK"
 
 
 async def answer(call: Awaitable[T], timeout_s: float, what: str) -> T:

@@ -22,7 +22,7 @@ from kvferry.cluster.runtime import ray_runtime
 from kvferry.cluster.supervisor import Supervisor
 from kvferry.cluster.worker_handle import WorkerHandle
 from kvferry.core.config import Config
-from kvferry.core.errors import StartupError
+from kvferry.core.errors import ConfigError, StartupError
 from kvferry.models.load import prepare
 from kvferry.models.spec import read_spec
 from kvferry.models.tokenizer import Tokenizer
@@ -78,6 +78,10 @@ class System:
 
     async def _start(self, stack: contextlib.AsyncExitStack) -> None:
         config = self._config
+        if config.transfer.transport == "loopback":
+            raise ConfigError(
+                "transfer.transport", "loopback needs both pools in one process; choose shm or tcp"
+            )
         self._folder = await asyncio.to_thread(prepare, config.model, self._report)
         tokenizer = await asyncio.to_thread(Tokenizer, self._folder)
         spec = read_spec(self._folder, config.model.max_model_len)

@@ -45,6 +45,8 @@ HOLDS: dict[str, frozenset[str]] = {
 """Element types of which another one holds every value; of the rest each holds its own alone."""
 UNAUTHENTICATED = ("gloo", "nccl")
 ON_DEVICE = ("nccl", "cuda_ipc")
+ON_ONE_HOST = ("shm", "cuda_ipc")
+NODE_HOST = "node"
 EMBEDDED_MODEL = "smollm2-135m-instruct"
 
 
@@ -96,7 +98,12 @@ class PoolConfig(Section):
     prefix_cache: bool = Field(
         True, description="Keep finished blocks for prompts that share them."
     )
-    host: str = Field("127.0.0.1", min_length=1, description="Interface the workers listen on.")
+    host: str = Field(
+        "127.0.0.1",
+        min_length=1,
+        description="Interface the workers listen on; node: the address by which Ray knows the "
+        "host that a worker is on.",
+    )
 
 
 class PrefillConfig(PoolConfig):

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from kvferry.cluster.runtime import START_TRIES, bundles, start_ray
+from kvferry.cluster.runtime import START_TRIES, bundles, start_ray, strategy
+from kvferry.cluster.worker_handle import with_node_address
 from kvferry.core.config import parse_config
 from kvferry.core.errors import StartupError
 
@@ -52,3 +53,28 @@ def test_ray_has_room_for_all_workers_whatever_the_host_has() -> None:
     joined = FakeInit()
     start_ray(parse_config({"cluster": {"ray_address": "auto"}}), "/clean", joined)
     assert "num_cpus" not in joined.calls[0]
+
+
+def test_hosts_that_have_a_role_get_workers_of_that_role() -> None:
+    config = parse_config({"prefill": {"workers": 2}})
+    marked = bundles(config, {"CPU": 8.0, "prefill": 1.0, "decode": 1.0, "head": 1.0})
+    roles = [next((key for key in bundle if key != "CPU"), "") for bundle in marked]
+    assert roles == ["prefill", "prefill", "decode"]
+    assert sum(bundle.get("prefill", 0.0) for bundle in marked) < 1
+    half = bundles(config, {"CPU": 8.0, "decode": 1.0})
+    assert [sorted(bundle) for bundle in half] == [["CPU"], ["CPU"], ["CPU", "decode"]]
+
+
+@pytest.mark.parametrize(
+    ("transport", "expected"), [("auto", "PACK"), ("tcp", "PACK"), ("shm", "STRICT_PACK")]
+)
+def test_workers_share_a_host_only_where_kv_needs_it(transport: str, expected: str) -> None:
+    assert strategy(parse_config({"transfer": {"transport": transport}})) == expected
+
+
+def test_a_worker_s_own_address_stands_in_for_node() -> None:
+    values = parse_config({"prefill": {"host": "node"}}).model_dump()
+    known = with_node_address(values, lambda: "192.0.2.7")
+    assert known["prefill"]["host"] == "192.0.2.7"
+    assert known["decode"]["host"] == "127.0.0.1"
+    assert parse_config(known).prefill.workers == 1
