@@ -50,7 +50,11 @@ def beside(work: Callable[[], None]) -> threading.Thread:
     return thread
 
 
-@pytest.mark.parametrize("case", kv_device_checks.cases(20), ids=lambda case: case.name)
+# Every pair of types, in slabs on the device and in host memory by turns.
+SOME = [case for n, case in enumerate(kv_device_checks.cases(20)) if n % 4 in (0, 3)]
+
+
+@pytest.mark.parametrize("case", SOME, ids=lambda case: case.name)
 def test_device_and_host_agree(kit: Kit, case: kv_device_checks.Case) -> None:
     assert kv_device_checks.check(kit, case) is None
 
