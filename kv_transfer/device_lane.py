@@ -33,6 +33,9 @@ class Lane:
     """Serves one move after the other, each from its first call to ``finish``; in between, the
     thread that has the lane does not wait. What it writes to pinned memory is safe from copies of
     the move before, which have ended by then.
+
+    The copies and the kernel of a move are enqueued in one go, by ``run``: to enter a stream takes
+    longer than to launch.
     """
 
     def __init__(self, runtime: DeviceRuntime) -> None:
@@ -43,6 +46,8 @@ class Lane:
         self._totals = _Memory(runtime.pinned)
         self._seen: NDArray[np.uint32] | None = None
         """The generations on the device."""
+        self._before: list[Callable[[], None]] = []
+        """Copies that go before the kernel."""
         self._num_totals = 0
         self._fetched: memoryview | None = None
 
@@ -55,27 +60,18 @@ class Lane:
         return slab if isinstance(slab, torch.Tensor) else self._device_slab.take(nbytes)
 
     def bring(self, slab: Slab) -> None:
-        """Enqueue the copy of a slab in host memory to its staging."""
+        """A slab in host memory is copied to its staging first."""
         if isinstance(slab, torch.Tensor):
             return
         pinned = self._slab.take(slab.nbytes)
         pinned.numpy()[:] = np.frombuffer(slab, np.uint8)
         staging = self.slab_for(slab, slab.nbytes)
-        self.stream.enqueue(lambda: _copy(staging, pinned))
-
-    def fetch(self, slab: Slab) -> None:
-        """Enqueue the copy of the staging into a slab in host memory; ``finish`` completes it."""
-        if isinstance(slab, torch.Tensor):
-            return
-        pinned = self._slab.take(slab.nbytes)
-        staging = self.slab_for(slab, slab.nbytes)
-        self.stream.enqueue(lambda: _copy(pinned, staging))
-        self._fetched = slab
+        self._before.append(lambda: _copy(staging, pinned))
 
     def upload(
         self, blocks: BlockTable, tokens: Span, block_size: int, live: NDArray[np.uint32]
     ) -> Tokens:
-        """Enqueue the copies of the blocks of a token range, with their generations then and now.
+        """The blocks of a token range are copied first, with their generations then and now.
 
         Raises ValueError when the table is too short.
         """
@@ -83,26 +79,45 @@ class Lane:
         ids, leased = blocks.block_ids[first:end], blocks.generations[first:end]
         if len(ids) < end - first:
             raise ValueError(f"tokens: {tokens} are not in {len(blocks.block_ids)} blocks")
-        pinned = self._table.take(2 * ids.nbytes).view(torch.int32).view(2, -1)
-        pinned.numpy()[0] = ids
-        pinned.numpy()[1] = leased.view(np.int32)
-        table = self._device_table.take(2 * ids.nbytes).view(torch.int32).view(2, -1)
-        self.stream.enqueue(lambda: _copy(table, pinned))
+        # Rows begin at multiples of 16 bytes: for kernels, other pointers are other code.
+        shape = 2, -(-len(ids) // 4) * 4
+        pinned, table = (
+            memory.take(4 * shape[0] * shape[1]).view(torch.int32).view(shape)
+            for memory in (self._table, self._device_table)
+        )
+        pinned.numpy()[0, : len(ids)] = ids
+        pinned.numpy()[1, : len(ids)] = leased.view(np.int32)
+        self._before.append(lambda: _copy(table, pinned))
         self._upload_generations(live)
         on_device = self._device_live.take(live.nbytes).view(torch.int32)
         return Tokens(
-            blocks=table[0],
+            blocks=table[0, : len(ids)],
             begin=tokens.begin - first * block_size,
             end=tokens.end - first * block_size,
             block_size=block_size,
-            generations=Generations(on_device, table[1]),
+            generations=Generations(on_device, table[1, : len(ids)]),
         )
 
-    def run(self, move: Callable[[], torch.Tensor], num_totals: int) -> None:
-        """Enqueue a kernel that returns totals, and the copy of these to the host."""
-        pinned = self._totals.take(8 * num_totals).view(torch.int64)
+    def run(
+        self, kernel: Callable[[], torch.Tensor], num_totals: int, fetched: memoryview | None
+    ) -> None:
+        """Enqueue what goes before, a kernel that returns totals, and the copy of these to the
+        host; then that of the staging, for ``finish`` to fill ``fetched`` with.
+        """
+        before, self._before = self._before, []
+        totals = self._totals.take(8 * num_totals).view(torch.int64)
         self._num_totals = num_totals
-        self.stream.enqueue(lambda: _copy(pinned, move()))
+        self._fetched = fetched
+
+        def work() -> None:
+            for copy in before:
+                copy()
+            _copy(totals, kernel())
+            if fetched is not None:
+                staging = self._device_slab.take(fetched.nbytes)
+                _copy(self._slab.take(fetched.nbytes), staging)
+
+        self.stream.enqueue(work)
 
     def finish(self) -> NDArray[np.int64]:
         """Wait for all that is enqueued. The totals, int64 [num_totals]."""
@@ -121,7 +136,7 @@ class Lane:
         pinned = self._live.take(live.nbytes).view(torch.int32)
         pinned.numpy()[:] = self._seen.view(np.int32)
         on_device = self._device_live.take(live.nbytes).view(torch.int32)
-        self.stream.enqueue(lambda: _copy(on_device, pinned))
+        self._before.append(lambda: _copy(on_device, pinned))
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -97,15 +97,14 @@ class DeviceKvMemory:
         lane = self._take_lane()
         if after is not None:
             lane.stream.wait_for(after)
-        self._enqueue(gather, lane, blocks, move, form, lane.slab_for(slab, move.nbytes))
-        lane.fetch(slab)
+        self._enqueue(gather, lane, blocks, move, form, slab)
         return Moving(lambda: self._finish(lane, blocks, move))
 
     def begin_scatter(self, blocks: BlockTable, move: SlabMove, form: Form, slab: Slab) -> Moving:
         """Enqueue a scatter. Several may be under way at once."""
         lane = self._take_lane()
         lane.bring(slab)
-        self._enqueue(scatter, lane, blocks, move, form, lane.slab_for(slab, move.nbytes))
+        self._enqueue(scatter, lane, blocks, move, form, slab)
         self._on_scatter(lane.stream.record())
         return Moving(lambda: self._finish(lane, blocks, move))
 
@@ -123,7 +122,7 @@ class DeviceKvMemory:
         blocks: BlockTable,
         move: SlabMove,
         form: Form,
-        slab: torch.Tensor,
+        slab: Slab,
     ) -> None:
         if form.digest != DIGEST:
             raise ValueError(f"digest: {form.digest} is not computed on a device")
@@ -132,7 +131,12 @@ class DeviceKvMemory:
         heads = move.heads.relative_to(self._shard.heads.begin)
         wire = getattr(torch, form.wire)
         num_tiles = slab_shape(self._kv, tokens, layers, heads, wire).cut.num_tiles
-        lane.run(lambda: kernel(self._kv, tokens, layers, heads, wire, slab), 1 + num_tiles)
+        on_device = lane.slab_for(slab, move.nbytes)
+        lane.run(
+            lambda: kernel(self._kv, tokens, layers, heads, wire, on_device),
+            1 + num_tiles,
+            slab if kernel is gather and on_device is not slab else None,
+        )
 
     def _finish(self, lane: Lane, blocks: BlockTable, move: SlabMove) -> list[int]:
         """Stale blocks are what the caller looks for, before and after."""
