@@ -80,14 +80,16 @@ class SocketListener:
         except (BlockingIOError, ConnectionError):
             return None
         except OSError:
-            return self._pause(timeout_s)
+            self._pause(timeout_s)
+            return None
         if not self._is_welcome(sock):
             sock.close()
             return None
         try:
             return self._channel(sock)
         except LinkLost:
-            return self._pause(timeout_s)
+            self._pause(timeout_s)
+            return None
 
     def _pause(self, timeout_s: float) -> None:
         """Out of descriptors, say: the caller waits in line still, so do not spin on it."""

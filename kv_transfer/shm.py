@@ -29,8 +29,8 @@ class ShmSlabs:
 
     def __init__(self, fd: int, num_slabs: int, slab_bytes: int) -> None:
         size = num_slabs * slab_bytes
-        self._map = mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        self._bytes: memoryview | None = memoryview(self._map)
+        shared = mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        self._bytes: memoryview | None = memoryview(shared)
         self._slab_bytes = slab_bytes
 
     def slab(self, index: int) -> memoryview:
@@ -53,7 +53,7 @@ class ShmSlabs:
         return True
 
     def close(self) -> None:
-        # The mapping goes when the last view of it does; closing it under a view would raise.
+        # The mapping goes with the last view of it; closing it under a view would raise.
         self._bytes = None
 
 

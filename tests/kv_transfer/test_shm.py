@@ -20,12 +20,12 @@ import pytest
 from kvferry.core.errors import LinkLost, LinkRefused, ProtocolError
 from kvferry.kv_transfer.endpoints import connect
 from kvferry.kv_transfer.jobs import ReceiveDone
-from kvferry.kv_transfer.shm import ShmChannel, ShmListener, connect_shm
+from kvferry.kv_transfer.shm import ShmChannel, connect_shm, listen_shm
 
 
 @pytest.fixture
 def channels() -> Iterator[tuple[ShmChannel, ShmChannel]]:
-    listener = ShmListener()
+    listener = listen_shm()
     sender = connect_shm(listener.endpoint, 1.0)
     receiver = listener.accept(1.0)
     assert receiver is not None
@@ -51,8 +51,8 @@ def mapped_slabs() -> int:
 
 def test_both_sides_see_the_same_bytes(channels) -> None:
     sender, receiver = channels
-    theirs = receiver.grant_staging(3, 4096, 1.0)
-    ours = sender.accept_staging(3, 4096, 1.0)
+    theirs = receiver.open_inlet(3, 4096, 1.0)
+    ours = sender.open_outlet(3, 4096, 1.0)
     ours.slab(1)[:5] = b"hello"
     assert bytes(theirs.slab(1)[:5]) == b"hello"
     assert not any(theirs.slab(0))
@@ -67,36 +67,36 @@ def test_memory_that_can_shrink_is_refused(channels, seals: int) -> None:
     fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, 4096)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
-    socket.send_fds(receiver._frames.sock, [b"\0"], [fd])
+    socket.send_fds(receiver.frames.sock, [b"\0"], [fd])
     os.close(fd)
     with pytest.raises(ProtocolError, match="sealed"):
-        sender.accept_staging(1, 4096, 1.0)
+        sender.open_outlet(1, 4096, 1.0)
 
 
 def test_memory_of_another_size_or_none_is_refused(channels) -> None:
     sender, receiver = channels
     before = open_files()
-    receiver.grant_staging(1, 4096, 1.0)
+    receiver.open_inlet(1, 4096, 1.0)
     with pytest.raises(ProtocolError, match="sealed"):
-        sender.accept_staging(2, 4096, 1.0)
-    receiver._frames.sock.send(b"\0")
+        sender.open_outlet(2, 4096, 1.0)
+    receiver.frames.sock.send(b"\0")
     with pytest.raises(ProtocolError, match="no slab memory"):
-        sender.accept_staging(1, 4096, 1.0)
+        sender.open_outlet(1, 4096, 1.0)
     with pytest.raises(LinkLost):
-        sender.accept_staging(1, 4096, 0.01)
+        sender.open_outlet(1, 4096, 0.01)
     read_end, write_end = os.pipe()
-    socket.send_fds(receiver._frames.sock, [b"\0"], [read_end])
+    socket.send_fds(receiver.frames.sock, [b"\0"], [read_end])
     os.close(read_end)
     os.close(write_end)
     with pytest.raises(ProtocolError, match="sealed"):
-        sender.accept_staging(1, 4096, 1.0)
+        sender.open_outlet(1, 4096, 1.0)
     assert open_files() == before
 
 
 def test_granted_memory_cannot_be_resized_or_unsealed(channels) -> None:
     sender, receiver = channels
-    receiver.grant_staging(1, 4096, 1.0)
-    _, (fd,), _, _ = socket.recv_fds(sender._frames.sock, 1, 1)
+    receiver.open_inlet(1, 4096, 1.0)
+    _, (fd,), _, _ = socket.recv_fds(sender.frames.sock, 1, 1)
     for size in (0, 8192):
         with pytest.raises(PermissionError):
             os.ftruncate(fd, size)
@@ -117,7 +117,7 @@ def test_nobody_listens(make_shm_pair) -> None:
 
 
 def test_a_listener_that_never_accepts_does_not_hold_its_callers() -> None:
-    listener = ShmListener()
+    listener = listen_shm()
     callers = []
     with contextlib.suppress(LinkLost):
         for _ in range(1000):
@@ -141,13 +141,13 @@ def test_another_user_is_turned_away(make_shm_pair) -> None:
     python = shutil.which("python3", path="/usr/bin:/usr/local/bin")
     if python is None:
         pytest.skip("no Python that another user may run")
-    command = [python, "-S", "-c", script, pair.receiver.endpoint]
+    command = [python, "-S", "-c", script, pair.receiver.endpoints[0]]
     assert subprocess.run(command, user=65534, check=False).returncode == 0
     assert subprocess.run(command, check=False).returncode > 0
 
 
 def test_stop_ends_an_accept_that_waits() -> None:
-    listener = ShmListener()
+    listener = listen_shm()
     timer = threading.Timer(0.05, listener.stop)
     timer.start()
     started = time.monotonic()
