@@ -12,9 +12,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
-import torch
 import xxhash
 
 from kvferry.core.errors import LinkLost, ProtocolError
@@ -31,7 +31,7 @@ from kvferry.kv_transfer.messages import (
     decode_to_sender,
     encode,
 )
-from kvferry.kv_transfer.transport import Channel, Connect
+from kvferry.kv_transfer.transport import Channel, Connect, Slab
 
 PINGS = 4
 PING_BYTES = 64
@@ -114,7 +114,8 @@ class _Probe:
         self._limits = limits
         self._clock = clock
         contents = np.frombuffer(secrets.token_bytes(greeted.slab_bytes), np.uint8)
-        self._contents = contents.copy()
+        self._contents = contents.copy()  # torch wants it writable
+        self._device_contents: Any = None
         self._filled: dict[int, _Filled] = {}
         """By grant."""
         self._credits: deque[Credit] = deque()
@@ -156,12 +157,8 @@ class _Probe:
         credit = self._credits.popleft()
         digest = 0
         if not bare:
-            slab, contents = self._outlet.slab(credit.slab)[:nbytes], self._contents[:nbytes]
-            if self._outlet.is_device:
-                slab.copy_(torch.from_numpy(contents))
-            else:
-                np.copyto(np.frombuffer(slab, np.uint8), contents)
-            digest = xxhash.xxh3_64_intdigest(contents.data)
+            self._write(self._outlet.slab(credit.slab)[:nbytes])
+            digest = xxhash.xxh3_64_intdigest(self._contents[:nbytes].data)
         sample = Sample(
             slab=credit.slab,
             grant=credit.grant,
@@ -175,6 +172,16 @@ class _Probe:
             self._send(sample)
         else:
             self._push(filled)
+
+    def _write(self, slab: Slab) -> None:
+        nbytes = len(slab)
+        if not self._outlet.is_device:
+            np.copyto(np.frombuffer(slab, np.uint8), self._contents[:nbytes])
+            return
+        if self._device_contents is None:
+            self._device_contents = slab.new_tensor(self._contents)
+        slab.copy_(self._device_contents[:nbytes])
+        slab[-1].item()  # waits for the copy, as a pack does
 
     def _push(self, filled: _Filled) -> None:
         sample = filled.message
