@@ -24,7 +24,7 @@ from kvferry.kv_transfer.layout import (
 )
 
 LEAST_SLAB_BYTES = 256 * 1024
-"""No slab is smaller where the part has as many bytes; a third of ``slab_bytes`` if that is less."""
+"""No slab is smaller where the part has as many; a third of ``slab_bytes`` if that is less."""
 WORD_BYTES = 4
 
 
@@ -86,9 +86,10 @@ def parts(
         for head in range(*ours.heads.common(theirs.heads))
         if _owner(source, target, target_rank, head) == source_rank % source.tp
     ]
-    if not layers.length:
+    if not layers.length or not heads:
         return ()
-    return tuple(Shard(layers, run) for run in _runs(heads))
+    # Without a gap: a rank of the sender that shares heads with others holds but one.
+    return (Shard(layers, Span(heads[0], heads[-1] + 1)),)
 
 
 def _owner(source: KvLayout, target: KvLayout, target_rank: int, head: int) -> int:
@@ -102,15 +103,6 @@ def _holders(layout: KvLayout, head: int) -> list[int]:
     """Tensor-parallel ranks that hold a head."""
     shards = ((rank, layout.shard(rank).heads) for rank in range(layout.tp))
     return [rank for rank, heads in shards if heads.begin <= head < heads.end]
-
-
-def _runs(numbers: list[int]) -> Iterator[Span]:
-    """The longest spans of consecutive numbers, which rise."""
-    begin = 0
-    for end in range(1, len(numbers) + 1):
-        if end == len(numbers) or numbers[end] != numbers[end - 1] + 1:
-            yield Span(numbers[begin], numbers[end - 1] + 1)
-            begin = end
 
 
 def slab_nbytes(head_bytes: int, layers: Span, heads: Span, tokens: Span) -> int:
