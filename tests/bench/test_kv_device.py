@@ -7,6 +7,8 @@ from __future__ import annotations
 import json
 import random
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -138,3 +140,16 @@ def test_the_step_reads_what_the_process_wrote(kit: Kit) -> None:
     found = read_report(json.dumps(report.to_json()))
     assert found.rows == [{"part": "c"}]
     assert found.claims == [good]
+
+
+# Of what a GPU host need not have; msgspec and xxhash it must.
+ABSENT = ["ray", "grpc", "transformers", "tokenizers", "fastapi", "nixl", "msgpack", "platformdirs"]
+
+
+@pytest.mark.slow
+def test_the_process_needs_no_server() -> None:
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({ABSENT!r})); import kvferry.bench.kv_device"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
