@@ -8,6 +8,7 @@ from rich.table import Table
 
 from kvferry.cli.answer import read_answer
 from kvferry.cli.console import Stages
+from kvferry.cli.links import link_table
 from kvferry.cli.status import status_json, status_table
 from kvferry.cli.timeline import timeline_table
 from kvferry.core.request import FinishReason, TextDelta, Timeline
@@ -76,6 +77,29 @@ def status() -> pb.StatusResponse:
             pb.WorkerStatus(worker_id="prefill-0", role="prefill", state="catching_up"),
         ],
     )
+
+
+def link(decode: str, transport: str, **fields: float | str | bool) -> pb.LinkStatus:
+    return pb.LinkStatus(
+        prefill_worker="prefill-0", decode_worker=decode, transport=transport, **fields
+    )
+
+
+def test_links_have_a_row_per_pair_and_transport() -> None:
+    links = [
+        link("decode-0", "shm", rate=3.5e9, peak=7e9, chosen=True),
+        link("decode-0", "tcp", rate=1.25e9, peak=0.0),
+        link("decode-1", "shm", reason="another host"),
+        link("decode-1", "tcp", rate=1e9, peak=4e9, chosen=True),
+    ]
+    rows = [line for line in text_of(link_table(links)).splitlines() if "│" in line]
+    cells = [[cell.strip() for cell in row.split("│")[1:-1]] for row in rows]
+    assert cells == [
+        ["prefill-0 ─▶ decode-0", "shm", "3.50", "50%", "chosen"],
+        ["", "tcp", "1.25", "–", ""],
+        ["prefill-0 ─▶ decode-1", "shm", "–", "–", "another host"],
+        ["", "tcp", "1.00", "25%", "chosen"],
+    ]
 
 
 def test_status_lists_prefill_before_decode_with_blocks_by_state() -> None:
