@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from fake_engine_model import EOS, expected
 from local_system import fake_backend, local_config
+from role_ports import ROUTER, NotingPort, prompt_spec
 
-from kvferry.core.ids import AttemptKey, Incarnation, RequestId
+from kvferry.core.ids import AttemptKey, RequestId
 from kvferry.engine.loop import StepLoop
 from kvferry.engine.plan import LayerDone, StepPlan, StepResult
 from kvferry.engine.ports import FromRouter, OpenGate, SessionClosed, SessionOpened
@@ -34,7 +35,6 @@ from kvferry.prefill_worker.role import PrefillRole
 from kvferry.proto import worker_pb2 as pb
 
 NUM_LAYERS = 3
-ROUTER = Incarnation(5)
 PROMPT = list(range(10, 47))  # 37 tokens: chunks of 16, 16 and 5
 
 
@@ -62,20 +62,6 @@ class NotingSender:
 
     def abort(self, key: AttemptKey) -> None:
         self.aborted.append(key)
-
-
-class NotingPort:
-    incarnation = ROUTER
-
-    def __init__(self) -> None:
-        self.sent: list[pb.WorkerMessage] = []
-
-    def send(self, message: pb.WorkerMessage) -> None:
-        if not message.HasField("cache_delta"):
-            self.sent.append(message)
-
-    def kinds(self) -> list[str]:
-        return [message.WhichOneof("kind") or "" for message in self.sent]
 
 
 class Rig:
@@ -125,12 +111,7 @@ class Rig:
             wire="float64",
             root_hash=b"theirs",
         )
-        spec = pb.SequenceSpec(
-            token_ids=prompt,
-            prompt_len=len(prompt),
-            deadline_s=60.0,
-            sampling=pb.Sampling(max_tokens=9, top_p=1.0, repetition_penalty=1.0),
-        )
+        spec = prompt_spec(prompt)
         key = pb.Key(request=request, attempt=attempt)
         self.say(prefill=pb.Prefill(key=key, sequence=spec, target=target))
         return AttemptKey(ROUTER, RequestId(request), attempt)
