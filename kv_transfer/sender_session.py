@@ -72,7 +72,9 @@ class SenderSession:
         self._table = table
         self._options = options
         self._clock = clock
-        self._slabs = GrantedSlabs(greeted, memory, table, self._send, clock)
+        self._slabs = GrantedSlabs(
+            greeted, memory, table, self._send, clock, options.progress_timeout_s
+        )
         self._heard_s = self._sent_s = clock()
         self._sweep_s = -math.inf
         self.has_moved = False

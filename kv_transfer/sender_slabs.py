@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from kvferry.core.errors import ProtocolError
+from kvferry.core.errors import LinkLost, ProtocolError
 from kvferry.kv_transfer.handshake import Greeted
 from kvferry.kv_transfer.jobs import Reason
 from kvferry.kv_transfer.memory import Form, KvMemory
@@ -58,13 +58,16 @@ class GrantedSlabs:
         table: TransferTable,
         send: Callable[[Message], None],
         clock: Callable[[], float],
+        stuck_s: float,
     ) -> None:
+        """``stuck_s``: a slab in flight for so long never arrives."""
         self._outlet = greeted.outlet
         self._digest = greeted.digest
         self._memory = memory
         self._table = table
         self._send = send
         self._clock = clock
+        self._stuck_s = stuck_s
         self._held: dict[int, GrantedSlab] = {}
         """By grant."""
         self._to_pack: deque[GrantedSlab] = deque()
@@ -122,14 +125,14 @@ class GrantedSlabs:
 
     def land(self) -> None:
         """Announce pushed slabs that have arrived, those of a transfer in order; give back those of
-        ended transfers. Raises LinkLost when the path broke.
+        ended transfers. Raises LinkLost when the path broke, or has swallowed a slab.
         """
         blocked: set[int] = set()
         for held in self._held.values():
             lease = held.transfer.job.lease
             if held.stage is not Stage.FLYING or lease in blocked:
                 continue
-            if self._outlet.in_flight(held.slab):
+            if self._is_flying(held):
                 blocked.add(lease)
                 continue
             held.stage = Stage.SENT
@@ -139,11 +142,19 @@ class GrantedSlabs:
                 self.announce(held)
         staying = []
         for held in self._leaving:
-            if self._outlet.in_flight(held.slab):
+            if self._is_flying(held):
                 staying.append(held)
             else:
                 self._send(Return(slab=held.slab, grant=held.grant))
         self._leaving = staying
+
+    def _is_flying(self, held: GrantedSlab) -> bool:
+        if not self._outlet.in_flight(held.slab):
+            return False
+        if held.stage is Stage.FLYING and self._clock() - held.pushed_s > self._stuck_s:
+            # Its memory may not be used again on this link, and others wait for it.
+            raise LinkLost(f"a slab is in flight for {self._stuck_s:g} s")
+        return True
 
     def settle(self, grant: int, index: int) -> Transfer | None:
         """The receiver has done with a grant: the transfer that it was for, if it is live."""

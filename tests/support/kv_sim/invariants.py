@@ -11,7 +11,7 @@ from kv_sim.session import Session
 from kv_sim.workers import DecodeSide, Worker
 from kvferry.core.ids import AttemptKey
 from kvferry.engine.sequences import WorkerSequence
-from kvferry.kv_transfer.jobs import Reason, ReceiveFailed, SendFailed
+from kvferry.kv_transfer.jobs import Reason, ReceiveEvent, ReceiveFailed, SendEvent, SendFailed
 
 if TYPE_CHECKING:
     from kv_sim.world import World
@@ -28,15 +28,17 @@ class Invariants:
         self.world = world
         self.ended: dict[tuple[str, Any], int] = {}
         """Terminal events per job of the KV plane."""
+        self.events: list[SendEvent | ReceiveEvent] = []
         self._forgotten: set[tuple[str, AttemptKey]] = set()
         self._overdue_since: dict[tuple[str, Any], float] = {}
 
     def job(self, worker: Worker, key: Any) -> None:
         self.ended[worker.name, key] = 0
 
-    def ending(self, worker: Worker, key: Any, event: object) -> None:
+    def ending(self, worker: Worker, key: Any, event: SendEvent | ReceiveEvent) -> None:
         """A terminal event of the KV plane."""
         self.world.note("%s: %s", worker.name, event)
+        self.events.append(event)
         if isinstance(event, SendFailed | ReceiveFailed) and not worker.dead:
             self._failed(worker, event)
         count = self.ended.get((worker.name, key))

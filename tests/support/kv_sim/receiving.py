@@ -47,15 +47,15 @@ class Receiving:
 
     def accept(self, peer: Worker, channel: SimChannel) -> Admitted:
         """The handshake, without its messages."""
-        transfer = self.world.transfer
+        setup = self.world.setup
         for link in self.links:
             if link.peer == peer.incarnation:
                 link.retire()
         end = self.world.wrap(channel, Side.RECEIVER)
         admitted = Admitted(
-            inlet=end.open_inlet(transfer.num_slabs, transfer.slab_bytes, 0.0),
-            num_slabs=transfer.num_slabs,
-            slab_bytes=transfer.slab_bytes,
+            inlet=end.open_inlet(setup.num_slabs, setup.slab_bytes, 0.0),
+            num_slabs=setup.num_slabs,
+            slab_bytes=setup.slab_bytes,
             digest=self.worker.memory.digests[0],
             peer=peer.incarnation,
             rank=0,

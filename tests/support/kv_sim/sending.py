@@ -125,7 +125,7 @@ class Link:
         if worker.paused:
             self.worker.busy(self._actor, timeout_s)
             raise LinkLost("the peer does not answer")
-        wire = Wire(self.world, self.world.random.choice(self.world.transfer.paths))
+        wire = Wire(self.world, self.world.random.choice(self.world.setup.paths))
         ours, theirs = make_link(wire)
         ours.actor = self._actor
         self._end = ours

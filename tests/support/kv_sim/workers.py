@@ -189,7 +189,7 @@ class PrefillSide(Worker):
             max_model_len=MAX_MODEL_LEN,
             max_batch_tokens=shape.max_batch_tokens,
         )
-        self.least_bytes = self.world.least_bytes()
+        self.least_bytes = self.world.setup.least_bytes
         return PrefillRole(self.sequences, admission, batch, self.sending, self.layout)
 
     def kv_at_rest(self) -> str:
@@ -220,7 +220,7 @@ class DecodeSide(Worker):
             num_blocks=shape.num_blocks,
             block_size=shape.block_size,
             max_model_len=MAX_MODEL_LEN,
-            growth_tokens=self.world.growth_tokens,
+            growth_tokens=self.world.setup.growth_tokens,
         )
         self.wire = self.world.random.choice(("float32", "float64", "bfloat16"))
         return DecodeRole(

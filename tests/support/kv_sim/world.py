@@ -5,20 +5,19 @@ from __future__ import annotations
 import traceback
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-import torch
 from fake_engine_model import VOCAB_SIZE
 
-from kv_sim.clock import NEVER, Agenda
+from kv_sim.clock import Agenda
 from kv_sim.invariants import Invariants
 from kv_sim.meddling import Meddling
 from kv_sim.pace import Pace
 from kv_sim.router import Request, Router
 from kv_sim.session import Session
-from kv_sim.wire import Path, SimChannel
+from kv_sim.setup import Setup, draw_setup
+from kv_sim.wire import SimChannel
 from kv_sim.workers import DecodeSide, PrefillSide, Shape, Worker
 from kvferry.core.ids import AttemptKey, Incarnation
 from kvferry.kv_transfer.faults import Chances, Fault, Faults, LinkFaults, Point, Side
@@ -35,20 +34,10 @@ RESTART_S = 0.3
 Happening = Callable[["World"], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """What links have in common in one world."""
-
-    slab_bytes: int
-    num_slabs: int
-    """Per link."""
-    paths: tuple[Path, ...]
-
-
 class World:
     """Everything random in it is drawn from one seed."""
 
-    def __init__(self, seed: int, *, trace: bool = False) -> None:
+    def __init__(self, seed: int, *, trace: bool = False, setup: Setup | None = None) -> None:
         self.seed = seed
         self.random = Random(seed)
         self.agenda = Agenda()
@@ -65,34 +54,26 @@ class World:
         self.wires_may_go_bad = False
         self.invariants = Invariants(self)
         draw = self.random
-        self.growth_tokens = draw.choice((1, 2, 4, 8))
-        self.transfer = Transfer(
-            draw.choice((128, 384, 512, 1024, 4096)), draw.randint(1, 4), tuple(Path)
-        )
-        self.pace.tempo = draw.choice((1.0, 3.0, 6.0))
+        self.setup = setup or draw_setup(draw)
+        self.pace.tempo = self.setup.tempo
         self.meddling = Meddling(self, 0.0)
-        self._layerwise = draw.choice((0.0, 0.0, 100.0, NEVER))
         self.bad_until_s = self.sticky_until_s = self.mixed_up_until_s = 0.0
+        self.stickiness = 0.2
+        self.stuck_slabs = 0
+        self.silent_deaths = False
+        """Nobody is told when a worker dies, as when its host is gone."""
         self.chances = Chances({})
         self.faults = Faults(
-            self._bad_wire,
-            seed=seed,
-            clock=self.agenda.clock,
-            delay_s=draw.choice((0.01, 0.2, 1.0)),
+            self._bad_wire, seed=seed, clock=self.agenda.clock, delay_s=self.setup.delay_s
         )
         self._incarnations = 0
-        self.shapes = [
-            _draw_shape(draw, f"{kind}{number}", kind == "P")
-            for kind in "PD"
-            for number in range(draw.choice((1, 1, 2)))
-        ]
         self.workers: dict[str, Worker] = {}
         self.all_workers: list[Worker] = []
         """All lives of all."""
         self.routers: list[Router] = []
-        for shape in self.shapes:
+        for shape in self.setup.shapes:
             self.start_worker(shape)
-        for _ in range(draw.choice((1, 1, 2))):
+        for _ in range(self.setup.num_routers):
             self.start_router()
         self._streams = [
             [draw.randrange(VOCAB_SIZE) for _ in range(40)] for _ in range(draw.randint(1, 3))
@@ -110,8 +91,8 @@ class World:
             progress_timeout_s=PROGRESS_S,
             beat_s=BEAT_S,
             silence_s=SILENCE_S,
-            slab_bytes=self.transfer.slab_bytes,
-            staging_bytes=self.transfer.slab_bytes * self.transfer.num_slabs,
+            slab_bytes=self.setup.slab_bytes,
+            staging_bytes=self.setup.slab_bytes * self.setup.num_slabs,
         )
 
     def start_worker(self, shape: Shape) -> None:
@@ -132,7 +113,8 @@ class World:
             for session in [s for s in router.sessions if s.worker is worker]:
                 session.cut()
         for other in self.workers.values():
-            other.peer_died(worker)
+            if not self.silent_deaths:
+                other.peer_died(worker)
         self.agenda.after(RESTART_S * self.random.random(), self.start_worker, worker.shape)
 
     def start_router(self) -> None:
@@ -194,10 +176,6 @@ class World:
             )
             self.random.choice(alive).submit(request)
 
-    def least_bytes(self) -> float:
-        """Slabs wait until so much is computed, or all is."""
-        return self._layerwise
-
     def calm(self) -> None:
         """No fault from now on."""
         self.meddling.chance = 0.0
@@ -209,7 +187,7 @@ class World:
     def is_whole(self) -> bool:
         """Whether all workers run and every router has a session with each."""
         workers = self.live_workers()
-        return len(workers) == len(self.shapes) and not any(
+        return len(workers) == len(self.setup.shapes) and not any(
             worker.paused or sum(s.routable and s.worker is worker for s in router.sessions) != 1
             for router in self.routers
             if not router.dead
@@ -218,7 +196,10 @@ class World:
 
     def slab_sticks(self) -> bool:
         """Whether a slab that leaves now never arrives, and nobody is told."""
-        return self.agenda.now < self.sticky_until_s and self.random.random() < 0.2
+        if self.agenda.now >= self.sticky_until_s or self.random.random() >= self.stickiness:
+            return False
+        self.stuck_slabs += 1
+        return True
 
     def wrap(self, channel: SimChannel, side: Side) -> SimChannel | FaultyChannel:
         """A link's end, at fault where this world has such faults."""
@@ -269,16 +250,3 @@ class World:
     def violation(self, text: str) -> None:
         self.note("VIOLATION: %s", text)
         self.violations.append(f"{self.agenda.now:.4f}: {text}")
-
-
-def _draw_shape(draw: Random, name: str, is_prefill: bool) -> Shape:
-    block_size = draw.choice((2, 3, 4, 8))
-    tokens = draw.choice((40, 48, 80))
-    return Shape(
-        name=name,
-        is_prefill=is_prefill,
-        block_size=block_size,
-        num_blocks=tokens // block_size,
-        max_batch_tokens=draw.choice((3, 8, 40)),
-        dtype=draw.choice((torch.float32, torch.float64)),
-    )
