@@ -6,21 +6,20 @@ written back. docs/configuration.md is made from the descriptions here.
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     ValidationError,
     model_validator,
 )
 
+from kvferry.core.config_keys import Section, refuse_unknown_keys, set_dotted
+from kvferry.core.dtypes import DTYPE_BYTES, Dtype, WireDtype
 from kvferry.core.errors import ConfigError
 from kvferry.core.units import parse_address, parse_bytes
 
@@ -30,30 +29,16 @@ def _checked_address(text: str) -> str:
     return text
 
 
-Dtype = Literal["float64", "float32", "bfloat16", "float16"]
-WireDtype = Literal["float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "int8"]
 TransportName = Literal["loopback", "shm", "tcp", "gloo", "nccl", "cuda_ipc", "nixl"]
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Address = Annotated[str, AfterValidator(_checked_address)]
 
-DTYPE_BYTES: dict[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-HOLDS: dict[str, frozenset[str]] = {
-    "float64": frozenset(DTYPE_BYTES),
-    "float32": frozenset({"float32", "bfloat16", "float16"}),
-}
-"""Element types of which another one holds every value; of the rest each holds its own alone."""
 UNAUTHENTICATED = ("gloo", "nccl")
 ON_DEVICE = ("nccl", "cuda_ipc")
 ON_ONE_HOST = ("shm", "cuda_ipc")
 NODE_HOST = "node"
 EMBEDDED_MODEL = "smollm2-135m-instruct"
-
-
-class Section(BaseModel):
-    """Base of every part of the tree."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class ModelConfig(Section):
@@ -260,17 +245,9 @@ class Config(Section):
         return self.transfer.wire_dtype or narrower
 
 
-def kv_flavour(dtype: str, wire: str) -> str:
-    """How exact the KV in a cache of ``dtype`` is that arrives as ``wire``: what tells its block
-    hashes from those of another cache of the same tokens.
-    """
-    exact = dtype in HOLDS.get(wire, (wire,))
-    return dtype if exact else f"{dtype} by way of {wire}"
-
-
 def parse_config(values: dict[str, Any]) -> Config:
     """Check plain values as a whole. Raises ConfigError naming the first wrong key."""
-    _refuse_unknown_keys(values, Config, "")
+    refuse_unknown_keys(values, Config)
     try:
         return Config.model_validate(values)
     except ValidationError as error:
@@ -299,29 +276,5 @@ def load_config(path: Path | None, overrides: dict[str, Any] | None = None) -> C
     if not isinstance(values, dict):
         raise ConfigError(str(path), "must hold a mapping of sections")
     for dotted, value in (overrides or {}).items():
-        _set_dotted(values, dotted, value)
+        set_dotted(values, dotted, value)
     return parse_config(values)
-
-
-def _set_dotted(values: dict[str, Any], dotted: str, value: Any) -> None:
-    *sections, last = dotted.split(".")
-    for section in sections:
-        inner = values.setdefault(section, {})
-        if not isinstance(inner, dict):
-            raise ConfigError(section, "must be a mapping")
-        values = inner
-    values[last] = value
-
-
-def _refuse_unknown_keys(values: dict[str, Any], section: type[Section], prefix: str) -> None:
-    for key, value in values.items():
-        known = section.model_fields
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"did you mean {prefix}{near[0]}?" if near else f"known keys: {', '.join(known)}"
-            raise ConfigError(f"{prefix}{key}", f"unknown key; {hint}")
-        inner = known[key].annotation
-        if isinstance(inner, type) and issubclass(inner, Section):
-            if not isinstance(value, dict):
-                raise ConfigError(f"{prefix}{key}", "must be a mapping")
-            _refuse_unknown_keys(value, inner, f"{prefix}{key}.")

@@ -6,7 +6,8 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from kvferry.core.config import Config, kv_flavour
+from kvferry.core.config import Config
+from kvferry.core.dtypes import kv_flavour
 from kvferry.core.ids import Incarnation
 from kvferry.decode_worker.admission import Ledger
 from kvferry.decode_worker.batch import DecodeBatch

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
-from kvferry.core.config import Config, Section
+from kvferry.core.config import Config
+from kvferry.core.config_keys import Section
 from kvferry.core.units import parse_bytes
 
 HERE = Path(__file__).resolve().parent

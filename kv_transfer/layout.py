@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvferry.core.config import DTYPE_BYTES
+from kvferry.core.dtypes import DTYPE_BYTES
 
 SCALE_BYTES = 4
 """float32, one per token, head and K or V, in quantised types."""

@@ -14,7 +14,8 @@ import typer.main
 from sourcetree import ROOT
 
 from kvferry.cli.main import app
-from kvferry.core.config import Config, Section
+from kvferry.core.config import Config
+from kvferry.core.config_keys import Section
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 

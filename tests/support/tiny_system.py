@@ -19,7 +19,8 @@ from reference_loop import (
 )
 from tiny_models import VOCAB_SIZE, save, tiny_model
 
-from kvferry.core.config import DTYPE_BYTES, ModelConfig, PoolConfig
+from kvferry.core.config import ModelConfig, PoolConfig
+from kvferry.core.dtypes import DTYPE_BYTES
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine.backend import Backend
 from kvferry.engine.loading import load_backend

@@ -15,7 +15,7 @@ from local_system import LocalSystem, fake_backend, local_config, local_system
 from tiny_models import VOCAB_SIZE as TINY_VOCAB_SIZE
 from tiny_system import TinyModel, make_tiny
 
-from kvferry.core.config import DTYPE_BYTES
+from kvferry.core.dtypes import DTYPE_BYTES
 
 pytestmark = pytest.mark.slow
 
