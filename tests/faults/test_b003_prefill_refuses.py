@@ -11,6 +11,7 @@ from gates import HoldAt
 from local_system import fake_backend, local_config, local_system
 
 from kvferry.engine.backend import Backend
+from kvferry.engine.plan import StepPlan
 
 
 def small_prefill(block_size: int) -> Backend:
@@ -35,3 +36,24 @@ async def test_a_prompt_that_only_the_decode_side_could_hold(stream: bool) -> No
             await system.settled()
         assert "decoding" not in gate.seen
         assert await system.generate([7] * 32) == expected([7] * 32, 8)
+
+
+async def test_a_step_that_fails_when_part_of_its_layers_is_shipped() -> None:
+    """The decode side has KV of the first layer; the attempt ends there, the next one is right."""
+    failures = 2
+
+    def fail(plan: StepPlan, layer: int) -> None:
+        nonlocal failures
+        if layer == 1 and failures:
+            failures -= 1
+            raise RuntimeError("out of memory, as far as this test goes")
+
+    def backend(block_size: int) -> Backend:
+        hooks = {"before_layer": fail} if block_size == 4 else {}
+        return fake_backend(block_size, **hooks)
+
+    config = local_config(decode={"block_size": 8}, transfer={"push": "layers", "slab": 1024})
+    async with local_system(config, backend) as system:
+        assert await system.generate([9] * 15, max_tokens=6) == expected([9] * 15, 6)
+        assert not failures
+        await system.settled()
