@@ -114,7 +114,7 @@ class _SlabView:
         self._scale_bytes = shape.heads * SCALE_BYTES
         self._shape = shape
         flat = np.frombuffer(slab, np.uint8)
-        self._elements, self._scales = np.split(flat, [shape.elements_nbytes])
+        self._elements, self._scales = flat[: shape.elements_nbytes], flat[shape.elements_nbytes :]
 
     def tiles(self) -> Iterator[Tile]:
         return tiles(self._shape.rows, self._shape.tokens, self._token_bytes)

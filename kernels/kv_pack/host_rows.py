@@ -48,7 +48,7 @@ class PagedRows:
         if self._is_whole:
             unit_bytes *= block_size
         self._per_slot = tensor.num_heads // together
-        self._per_token = np.arange(begin // together, end // together)
+        self._of_token = begin // together, end // together
         self._units = tensor.units(unit_bytes)
         self._per_row = len(self._units) // len(tensor.rows)
         self._known: dict[tuple[int, int], list[_Piece]] = {}
@@ -99,7 +99,7 @@ class PagedRows:
     def _cut_heads(self, begin: int, end: int) -> Iterator[_Piece]:
         position, size = np.arange(begin, end), self._block_size
         slots = self._blocks[position // size] * size + position % size
-        units = _sums(slots * self._per_slot, self._per_token)
+        units = _sums(slots * self._per_slot, np.arange(*self._of_token))
         yield _Piece(0, (end - begin) * self._token_bytes, 0, units)
 
     def _run(self, tile: Tile, piece: _Piece) -> Bytes:
