@@ -29,7 +29,7 @@ def _checked_address(text: str) -> str:
     return text
 
 
-TransportName = Literal["loopback", "shm", "tcp", "gloo", "nccl", "cuda_ipc", "nixl"]
+TransportChoice = Literal["auto", "loopback", "shm", "tcp", "gloo", "nccl", "cuda_ipc", "nixl"]
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Address = Annotated[str, AfterValidator(_checked_address)]
@@ -112,7 +112,7 @@ class DecodeConfig(PoolConfig):
 class TransferConfig(Section):
     """How KV moves from prefill to decode."""
 
-    transport: TransportName | Literal["auto"] = Field(
+    transport: TransportChoice = Field(
         "auto", description="Data path of KV; auto measures and takes the fastest."
     )
     wire_dtype: WireDtype | None = Field(

@@ -7,6 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from kvferry.core.config import EMBEDDED_MODEL, Config, load_config, parse_config
+from kvferry.core.dtypes import kv_flavour
 from kvferry.core.errors import ConfigError, StartupError
 
 
@@ -57,6 +58,17 @@ def test_an_empty_file_means_defaults(tmp_path: Path) -> None:
         ({"router": {"grpc": "50051"}}, "router.grpc", "HOST:PORT"),
         ({"transfer": {"lease_s": float("nan")}}, "transfer.lease_s", "finite"),
         ({"decode": {"workers": 0}}, "decode.workers", "at least 1"),
+        ({"decode": {"kv_dtype": "int8"}}, "decode.kv_dtype", "float64"),
+        ({"transfer": {"transport": "pigeon"}}, "transfer.transport", "shm"),
+        ({"transfer": {"wire_dtype": "int4"}}, "transfer.wire_dtype", "int8"),
+        ({"transfer": {"streams": 0}}, "transfer.streams", "greater than or equal to 1"),
+        ({"transfer": {"transport": "gloo"}}, "transfer.transport", "trusted_network: true"),
+        (
+            {"transfer": {"transport": "nccl", "trusted_network": True}},
+            "transfer.transport",
+            "between GPUs",
+        ),
+        ({"transfer": {"transport": "cuda_ipc"}}, "transfer.transport", "between GPUs"),
         ({"prefill": {"workers": 0}}, "prefill.workers", "decode.role: both"),
         ({"decode": {"tp": 2}}, "decode.tp", "only 1"),
         ({"cluster": {"silence_s": 2.0}}, "cluster.silence_s", "twice"),
@@ -114,3 +126,44 @@ def test_damaged_yaml_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"damaged\.yaml: is not valid YAML") as caught:
         load_config(path)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "wanted", "wire", "flavour"),
+    [
+        ("float32", "float32", None, "float32", "float32"),
+        ("float64", "float32", None, "float32", "float32"),
+        ("float32", "float64", None, "float32", "float64 by way of float32"),
+        ("float16", "bfloat16", None, "float16", "bfloat16 by way of float16"),
+        ("float16", "float32", "float32", "float32", "float32"),
+        ("bfloat16", "bfloat16", "float32", "float32", "bfloat16"),
+        ("float32", "float32", "int8", "int8", "float32 by way of int8"),
+    ],
+)
+def test_the_wire_and_what_it_costs(
+    prefill: str, decode: str, wanted: str | None, wire: str, flavour: str
+) -> None:
+    """A lossy way into a cache never gives its blocks the names of exact ones."""
+    config = parse_config(
+        {
+            "prefill": {"kv_dtype": prefill},
+            "decode": {"kv_dtype": decode},
+            "transfer": {"wire_dtype": wanted},
+        }
+    )
+    assert config.kv_wire == wire
+    assert kv_flavour(config.kv_dtype(config.decode), config.kv_wire) == flavour
+
+
+def test_a_pool_s_kv_type_goes_before_the_model_s() -> None:
+    config = parse_config(
+        {"model": {"dtype": "float64", "kv_dtype": "float32"}, "decode": {"kv_dtype": "float16"}}
+    )
+    assert config.kv_dtype(config.prefill) == "float32"
+    assert config.kv_dtype(config.decode) == config.kv_wire == "float16"
+    both = {
+        "prefill": {"workers": 0},
+        "decode": {"role": "both"},
+        "transfer": {"wire_dtype": "int8"},
+    }
+    assert parse_config(both).kv_wire == "float32"  # nothing travels

@@ -162,6 +162,20 @@ def test_only_sampled_rows_get_logits() -> None:
     assert decoder.rows == [0]
 
 
+def test_every_layer_is_reported_when_its_kv_is_in_the_cache() -> None:
+    worker = Worker(block_size=4)
+    seen: list[tuple[int, list[bool]]] = []
+
+    def layer_done(layers: int, event: object) -> None:
+        assert event is None, "on the CPU nothing runs behind"
+        seen.append((layers, worker.kv.tensor.flatten(1).any(dim=1).tolist()))
+
+    plan = step_plan([[1, 2, 3, 4, 5], [6]], [0, 0], [worker.table(0), worker.table(1)])
+    reported = worker.runner.execute(plan, layer_done)
+    assert seen == [(0, [False, False]), (1, [True, False]), (2, [True, True])]
+    assert reported.token_ids.tolist() == worker.runner.execute(plan).token_ids.tolist()
+
+
 def test_a_quantised_cache_is_refused_without_kernels() -> None:
     kv = PagedKV.allocate(
         num_layers=2, num_kv_heads=2, head_dim=8, block_size=4, num_blocks=4, dtype=torch.int8
