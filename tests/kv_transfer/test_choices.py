@@ -97,6 +97,17 @@ def test_a_measurement_mends_a_path_or_breaks_it() -> None:
     assert by_transport(some)["fast"].num_breaks == 2
 
 
+def test_a_probe_that_fails_says_nothing_against_transfers_that_went_through() -> None:
+    """The receiver may have had no memory for it."""
+    some = choices()
+    choose(some)
+    some.works(PEER, 0, "fast:1")
+    some.measured(replace(by_transport(some)["fast"], broken="no slab memory left"))
+    assert choose(some) == "fast:1"
+    some.failed(PEER, 0, "fast:1", "reset")
+    assert not by_transport(some)["fast"].proven
+
+
 def test_when_all_are_broken_the_one_that_broke_first_is_tried() -> None:
     """A worker must not be out of reach for ever because its links broke once."""
     some = choices()

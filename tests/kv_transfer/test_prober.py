@@ -141,6 +141,16 @@ def test_what_is_asked_for_now_goes_before_what_is_due_later(rig: Rig) -> None:
     assert rig.probed.empty()
 
 
+def test_what_is_due_now_is_not_put_off(rig: Rig) -> None:
+    rig.go.clear()
+    rig.prober.probe(Incarnation(1), 0, ENDPOINTS)
+    assert rig.measuring.wait(WAIT_S)
+    rig.prober.probe(PEER, 0, ENDPOINTS)
+    rig.prober.probe(PEER, 0, ENDPOINTS, 1000.0)
+    rig.go.set()
+    assert [rig.probed.get(timeout=WAIT_S).peer for _ in range(2)] == [1, PEER]
+
+
 def test_closing_ends_what_waits_and_nothing_is_measured_after() -> None:
     rig = Rig()
     rig.prober.probe(PEER, 0, ENDPOINTS, 1000.0)

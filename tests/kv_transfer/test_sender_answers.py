@@ -184,6 +184,22 @@ def test_a_transfer_that_does_not_move_is_sent_once_more_then_fails() -> None:
     assert bench.failed() is Reason.TIMEOUT
 
 
+def test_a_prompt_that_computes_for_long_is_not_overdue_whatever_else_is_sent() -> None:
+    bench = Bench()
+    slow = bench.begin()
+    bench.computed(slow, 1, TOKENS.end)
+    for grant in (1, 2):
+        bench.ack(*bench.credit(grant))
+    for attempt in range(2, 10):
+        bench.clock.now += 2.0
+        bench.hear(Beat())
+        bench.send(attempt, attempt)
+        bench.table.abort(key(attempt))
+        bench.turn()
+    assert slow.state is State.OFFERED
+    assert not slow.retried
+
+
 def test_the_session_asks_to_be_called_when_a_transfer_is_overdue() -> None:
     bench = Bench()
     bench.send()

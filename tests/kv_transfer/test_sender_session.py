@@ -143,7 +143,8 @@ def test_only_what_follows_the_computation_is_exposed() -> None:
     for _ in range(5):
         bench.clock.now += 2.0
         assert bench.hear(Beat()) == [], "all that is ready has arrived: nothing is overdue"
-    bench.computed(transfer)
+    (offer,) = bench.computed(transfer)
+    assert isinstance(offer, Offer)
     for grant in (3, 4):
         bench.ack(*bench.credit(grant))
     account = bench.events[0].account
