@@ -21,6 +21,8 @@ from kvferry.core.errors import StartupError
 TIMEOUT_S = 180.0
 TRIES = 2
 """Of each way, to find the fastest."""
+MOST_TRIED = 64 << 20
+"""Bytes: above, what was the fastest of the largest size tried is taken."""
 WAYS = (0, 2 << 20, 16 << 20)
 """Bytes of slabs; 0: a descriptor per row and block."""
 
@@ -39,6 +41,8 @@ class PeerProgram:
     def transfer(self, tokens: int, count: int) -> Batch:
         """Make ``count`` transfers of ``tokens`` each, in the way that is fastest for so many."""
         blocks = tokens // self._setting.source.block_size
+        if blocks not in self._ways and self._setting.nbytes(tokens) > MOST_TRIED and self._ways:
+            self._ways[blocks] = self._ways[max(self._ways)]
         if blocks not in self._ways:
             tried = {way: self._measure(blocks, TRIES, way) for way in WAYS}
             self._ways[blocks] = min(tried, key=lambda way: min(tried[way].latencies_s))

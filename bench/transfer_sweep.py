@@ -17,6 +17,8 @@ GOAL_VS_PEERS = 1.0
 CLAIMED_FROM = 4 << 20
 """Bytes from which on the rates are promised."""
 MANY_AT_ONCE = 8
+MOST_ROUNDS = 3
+"""Of transfers larger than ``ROUND_BYTES``."""
 ROUND_BYTES = 64 << 20
 """Of one contender and size in one round, where a transfer is no larger."""
 
@@ -96,7 +98,7 @@ def run_sweep(
         count = max(1, min(most_transfers, ROUND_BYTES // size))
         for contender in able:
             contender.transfer(tokens, 1)
-        for number in range(rounds):
+        for number in range(min(rounds, MOST_ROUNDS) if size > ROUND_BYTES else rounds):
             sweep.bounds.setdefault(tokens, []).append(probes.bound())
             sweep.raw.append(probes.raw())
             first = number % len(able)

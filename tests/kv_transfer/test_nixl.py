@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -37,6 +38,17 @@ def channels() -> Iterator[tuple[NixlChannel, Any]]:
         end.close()
 
 
+@pytest.fixture
+def paths(channels) -> Iterator[tuple[Any, Any]]:
+    """Inlet and outlet of three slabs, closed whatever happens: their threads would hold us."""
+    sender, receiver = channels
+    inlet = receiver.open_inlet(3, SLAB, 1.0)
+    outlet = sender.open_outlet(3, SLAB, 1.0)
+    yield inlet, outlet
+    outlet.close()
+    inlet.close()
+
+
 def await_end(channel: NixlChannel, outlet: Any, slab: int) -> None:
     """The end of a push, of which the channel is woken."""
     deadline = time.monotonic() + 10
@@ -46,10 +58,8 @@ def await_end(channel: NixlChannel, outlet: Any, slab: int) -> None:
 
 
 @needs_nixl
-def test_what_is_pushed_lands_in_the_same_slab_and_nowhere_else(channels) -> None:
-    sender, receiver = channels
-    inlet = receiver.open_inlet(3, SLAB, 1.0)
-    outlet = sender.open_outlet(3, SLAB, 1.0)
+def test_what_is_pushed_lands_in_the_same_slab_and_nowhere_else(channels, paths) -> None:
+    (sender, _), (inlet, outlet) = channels, paths
     for grant, slab in enumerate((1, 0, 1), start=1):
         outlet.slab(slab)[:] = bytes([grant]) * SLAB
         inlet.grant(slab, grant)
@@ -58,8 +68,6 @@ def test_what_is_pushed_lands_in_the_same_slab_and_nowhere_else(channels) -> Non
         assert inlet.arrived(slab, grant, SLAB - 5)
         assert bytes(inlet.slab(slab)) == bytes([grant]) * (SLAB - 5) + bytes(5)
     assert not any(inlet.slab(2))
-    outlet.close()
-    inlet.close()
 
 
 @needs_nixl
@@ -89,11 +97,13 @@ def test_memory_that_is_not_what_it_says_is_refused(channels, damage) -> None:
     encoded = damaged if isinstance(damaged, bytes) else msgspec.msgpack.encode(damaged)
     if encoded:
         receiver.send(encoded, 1.0)
-    with pytest.raises((ProtocolError, LinkLost)):
-        sender.open_outlet(2, SLAB, 0.2)
-    inlet.close()
-    for end in with_inlet:
-        end.close()
+    try:
+        with pytest.raises((ProtocolError, LinkLost)):
+            sender.open_outlet(2, SLAB, 0.2).close()
+    finally:
+        inlet.close()
+        for end in with_inlet:
+            end.close()
 
 
 def connect_nixl_pair() -> tuple[NixlChannel, Any]:
@@ -131,16 +141,15 @@ def test_a_closed_inlet_keeps_its_addresses_and_gives_its_memory_back(channels) 
     inlet.close()
     assert not any(view)
     view.release()
+    del inlet, view
+    gc.collect()
     with Path("/proc/self/maps").open() as maps:
         spans = [line.split()[0].split("-") for line in maps]
     assert any(int(begin, 16) <= address < int(end, 16) for begin, end in spans)
 
 
 @needs_nixl
-def test_nobody_but_loopback_is_listened_to(channels) -> None:
-    sender, receiver = channels
-    inlet = receiver.open_inlet(1, SLAB, 1.0)
-    outlet = sender.open_outlet(1, SLAB, 1.0)
+def test_nobody_but_loopback_is_listened_to(paths) -> None:
     mine = {os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.exists()}
     listening = []
     for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]:
@@ -149,8 +158,6 @@ def test_nobody_but_loopback_is_listened_to(channels) -> None:
             listening.append(words[1].partition(":")[0])
     assert len(listening) >= 2
     assert set(listening) == {"0100007F"}
-    outlet.close()
-    inlet.close()
 
 
 PEER = """
