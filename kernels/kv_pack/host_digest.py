@@ -40,9 +40,12 @@ class Xxh3:
         self._values: list[int] = []
 
     def add(self, tile: Tile, elements: Bytes, scales: Bytes) -> None:
-        state = xxhash.xxh3_64(elements, seed=self._seed | len(self._values))
-        if scales.size:
-            state.update(scales)
+        seed = self._seed | len(self._values)
+        if not scales.size:
+            self._values.append(xxhash.xxh3_64_intdigest(elements, seed=seed))
+            return
+        state = xxhash.xxh3_64(elements, seed=seed)
+        state.update(scales)
         self._values.append(state.intdigest())
 
     def finish(self) -> list[int]:
