@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -223,16 +224,21 @@ print("closed", flush=True)
         assert said == "in flight True\n" or said.startswith("lost")
         assert ours.stdout.readline() == "closed\n"
         assert ours.wait(10) == 0
-        peer.send_signal(signal.SIGKILL)
 
 
-def start(script: str, *args: str) -> Any:
-    return subprocess.Popen(
+@contextmanager
+def start(script: str, *args: str) -> Iterator[Any]:
+    """A process that does not outlive the test."""
+    with subprocess.Popen(
         [sys.executable, "-c", script, *args],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-    )
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 @needs_nixl
