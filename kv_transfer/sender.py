@@ -223,8 +223,7 @@ class KvSender:
             self._forget(entry)
 
     def _forget(self, entry: _LinkThread) -> None:
-        if self._links.get(entry.peer) is entry:
-            del self._links[entry.peer]
+        del self._links[entry.peer]
         self._threads.discard(entry.thread)
 
 

@@ -12,6 +12,7 @@ from kvferry.core.ids import Incarnation
 from kvferry.kv_transfer.choices import Choices
 from kvferry.kv_transfer.endpoints import connect, listen
 from kvferry.kv_transfer.jobs import Reason, ReceiveDone, SendDone, SendFailed
+from kvferry.kv_transfer.push import Push
 from kvferry.kv_transfer.receiver import KvReceiver
 
 WAIT_S = 20.0
@@ -168,23 +169,50 @@ def test_each_life_of_a_peer_has_a_link_of_its_own(make_loopback_pair, make_opti
         gate.set()
 
 
-def test_the_fastest_is_preferred_once_it_is_measured(make_loopback_pair) -> None:
+class Noted:
+    """A memory that says when something is packed."""
+
+    def __init__(self, memory: Any, packed: threading.Event) -> None:
+        self._memory, self._packed = memory, packed
+        self.layout, self.rank, self.digests = memory.layout, memory.rank, memory.digests
+        self.is_fresh = memory.is_fresh
+
+    def pack(self, *arguments: Any) -> list[int]:
+        self._packed.set()
+        return self._memory.pack(*arguments)
+
+
+def test_another_endpoint_is_preferred_once_it_is_measured(make_loopback_pair) -> None:
     """The open link is left when what is under way has ended, however much follows."""
-    dialler = Dialler()
+    dialler, packed = Dialler(), threading.Event()
     dialler.errors["loopback"] = LinkLost("later")
-    pair = make_loopback_pair(connect=dialler, also=["shm"])
+    pair = make_loopback_pair(
+        connect=dialler,
+        also=["shm"],
+        push=Push.LAYERS,
+        wrap_source=lambda memory: Noted(memory, packed),
+    )
     assert assert_works(pair) == "shm"
+    packed.clear()
     pair.expect(lease=2, attempt=2)
     pair.begin(lease=2, attempt=2)
-    del dialler.errors["loopback"]
-    for path in pair.sender.choices.rows():
-        pair.sender.choices.failed(pair.options.incarnation, 0, path.endpoint, "away")
+    pair.sender.computed(pair.key(attempt=2), 1, 150)
+    assert packed.wait(WAIT_S)
+    dialler.errors = {"shm": LinkLost("no more")}
+    pair.sender.choices.failed(pair.options.incarnation, 0, pair.receiver.endpoints[1], "slow")
     pair.sender.probe(pair.options.incarnation, 0, pair.receiver.endpoints)
-    chosen = next(path for path in pair.probed.get(timeout=WAIT_S).paths if path.chosen)
-    pair.sender.computed(pair.key(attempt=2), 3, 150)
-    assert pair.sent.next().account.transport == "shm"
-    assert isinstance(pair.received.next(), ReceiveDone)
-    assert assert_works(pair, 3) == chosen.transport
+    chosen = [path.transport for path in pair.probed.get(timeout=WAIT_S).paths if path.chosen]
+    assert chosen == ["loopback"]
+    for attempt, transport in ((3, "shm"), (4, "loopback")):
+        # Something is under way at every moment.
+        pair.expect(lease=attempt, attempt=attempt)
+        pair.begin(lease=attempt, attempt=attempt)
+        pair.sender.computed(pair.key(attempt=attempt - 1), 3, 150)
+        assert isinstance(pair.received.next(), ReceiveDone)
+        sent = pair.sent.next()
+        assert (sent.key, sent.account.transport) == (pair.key(attempt=attempt - 1), transport)
+    pair.sender.abort(pair.key(attempt=4))
+    pair.sent.next()
 
 
 def test_a_forced_transport_that_the_peer_lacks_fails_and_is_named(make_loopback_pair) -> None:
