@@ -213,7 +213,8 @@ async def test_a_request_given_up_between_two_layers() -> None:
         answer.cancel()
         gate.open()
         await here.system.settled()
-        assert here.role("prefill-0").endings == {"aborted": 1}
+        # The decode worker may end its lease, and say so, before the prefill worker gives up.
+        assert here.role("prefill-0").endings in ({"aborted": 1}, {"failed: ended": 1})
         assert here.role("decode-0").endings.total() == 1
         assert await here.system.generate(PROMPT) == expected(PROMPT, 8)
 
