@@ -22,7 +22,7 @@ def scribbled() -> Callable[[memoryview], AbstractContextManager[None]]:
             value = 0
             while not done.is_set():
                 value = (value + 1) % 256
-                data[::4032] = value
+                data[::61] = value
 
         thread = threading.Thread(target=scribble)
         thread.start()

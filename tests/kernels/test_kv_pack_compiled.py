@@ -141,10 +141,13 @@ def test_a_block_outside_the_cache_is_refused_before_anything_is_written(
     assert same_bytes(kv, untouched)
 
 
+@pytest.mark.parametrize("head_dim", [64, 4])
 def test_digests_are_those_of_what_was_written_whatever_a_peer_does_meanwhile(
-    pack: CompiledPack, scribbled: Any
+    pack: CompiledPack, scribbled: Any, head_dim: int
 ) -> None:
-    cache, move = HostCache(poison((2, 2, 4096, 3, 64), torch.float32, 1), 16), long_move()
+    """Whole stripes of 64 bytes, and stripes that are put together from several tokens."""
+    cache = HostCache(poison((2, 2, 4096, 3, head_dim), torch.float32, 1), 16)
+    move = long_move(heads=(0, 3) if head_dim == 64 else (1, 2))
     slab = memoryview(bytearray(cache.shape(move).nbytes))
     gather(cache, move, slab)
     with scribbled(slab):

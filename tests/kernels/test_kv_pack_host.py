@@ -200,6 +200,25 @@ def test_xxh3_digests_are_those_of_the_tiles_elements_and_then_scales(dtype: tor
     assert len(packed) > 4
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_sums_number_tokens_through_all_tiles(dtype: torch.dtype) -> None:
+    kv = values((1, 2, 4096, 2, 128), dtype, 1)
+    move = make_move(
+        blocks=np.random.default_rng(1).permutation(256).astype(np.int32),
+        tokens=(3, 3900),
+        heads=(0, 2),
+        wire=dtype,
+        digest="multiply_sum",
+    )
+    case = Case((1, 2, 4096, 2, 128), 16, move)
+    slab, packed = gathered(kv, case, move)
+    tokens = Tokens(blocks=torch.from_numpy(move.blocks), begin=3, end=3900, block_size=16)
+    theirs = torch.zeros(len(slab), dtype=torch.uint8)
+    totals = reference.gather(kv, tokens, move.layers, move.heads, dtype, theirs)
+    assert packed == mixed(totals[1:].numpy(), move.slab_index)
+    assert len(packed) > 4 or dtype is torch.int8
+
+
 @pytest.mark.parametrize("digest", sorted(HOST_DIGESTS))
 def test_a_digest_tells_bytes_scales_tiles_and_slabs_apart(digest: str) -> None:
     kv = KvSlots(torch.ones((1, 2, 4096, 1, 128), dtype=torch.int8), torch.ones((1, 2, 4096, 1)))
