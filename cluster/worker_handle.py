@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,36 +14,10 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from kvferry.cluster.runtime import answer
-from kvferry.core.config import NODE_HOST, Config
+from kvferry.core.config import Config
 from kvferry.decode_worker.actor import DecodeActor
 from kvferry.prefill_worker.actor import PrefillActor
 from kvferry.router.workers import Role
-
-
-def with_node_address(
-    config: dict[str, Any], address: Callable[[], str] = get_node_ip_address
-) -> dict[str, Any]:
-    """A configuration's values as they are on this Ray node."""
-    return {
-        name: {**section, "host": address()}
-        if isinstance(section, dict) and section.get("host") == NODE_HOST
-        else section
-        for name, section in config.items()
-    }
-
-
-class PrefillOnNode(PrefillActor):
-    """A prefill worker that knows its host's address."""
-
-    def __init__(self, worker_id: str, config: dict[str, Any], secret: str) -> None:
-        super().__init__(worker_id, with_node_address(config), secret)
-
-
-class DecodeOnNode(DecodeActor):
-    """A decode worker that knows its host's address."""
-
-    def __init__(self, worker_id: str, config: dict[str, Any], secret: str) -> None:
-        super().__init__(worker_id, with_node_address(config), secret)
 
 
 class WorkerHandle:
@@ -63,7 +36,7 @@ class WorkerHandle:
 
     async def start(self, folder: Path, vocab_size: int, secret: str) -> None:
         """Start the process and wait until it listens. Raises StartupError."""
-        kind = PrefillOnNode if self.role is Role.PREFILL else DecodeOnNode
+        kind = PrefillActor if self.role is Role.PREFILL else DecodeActor
         pool = self._config.prefill if self.role is Role.PREFILL else self._config.decode
         remote = ray.remote(kind).options(
             num_cpus=pool.threads,
@@ -73,7 +46,9 @@ class WorkerHandle:
         )
         if self._actor is not None:
             ray.kill(self._actor)  # its step loop died, its process may not have
-        self._actor = remote.remote(self.worker_id, self._config.model_dump(), secret)
+        self._actor = remote.remote(
+            self.worker_id, self._config.model_dump(), secret, get_node_ip_address
+        )
         self.address = await answer(
             self._actor.start.remote(str(folder), vocab_size),
             self._config.cluster.start_timeout_s,

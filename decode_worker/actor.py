@@ -6,21 +6,28 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvferry.core.config import parse_config
 from kvferry.decode_worker.worker import DecodeWorker
 from kvferry.engine.loading import load_backend
+from kvferry.engine.wiring import config_on_host
 
 
 class DecodeActor:
     """Arguments are plain values, so that nothing but this class has to be known to both sides."""
 
-    def __init__(self, worker_id: str, config: dict[str, Any], secret: str) -> None:
+    def __init__(
+        self,
+        worker_id: str,
+        config: dict[str, Any],
+        secret: str,
+        node_address: Callable[[], str] = lambda: "127.0.0.1",
+    ) -> None:
         logging.basicConfig(format=f"%(levelname)s {worker_id} %(name)s: %(message)s")
         self._worker_id = worker_id
-        self._config = parse_config(config)
+        self._config = config_on_host(config, node_address)
         self._secret = secret
         self._worker: DecodeWorker | None = None
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from kvferry.cache.block_pool import BlockPool
-from kvferry.core.config import Config, PoolConfig
+from kvferry.core.config import NODE_HOST, Config, PoolConfig, parse_config
 from kvferry.core.ids import BlockHash, new_incarnation
 from kvferry.engine.backend import Backend
 from kvferry.engine.commit import StopRules
@@ -40,6 +41,19 @@ def build_parts(
     sequences = Sequences(table, blocks, root, clock, lease_s, backend.vocab_size)
     return EngineParts(
         blocks, sequences, Stepper(sequences, StopRules(table, backend.eos_token_ids))
+    )
+
+
+def config_on_host(values: dict[str, Any], address: Callable[[], str]) -> Config:
+    """A configuration as it is on this host: ``address`` is asked where a pool listens on ``node``.
+
+    Raises ConfigError.
+    """
+    return parse_config(
+        {
+            name: {**section, "host": address()} if section.get("host") == NODE_HOST else section
+            for name, section in values.items()
+        }
     )
 
 

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from kvferry.cluster.runtime import START_TRIES, bundles, start_ray, strategy
-from kvferry.cluster.worker_handle import with_node_address
 from kvferry.core.config import parse_config
 from kvferry.core.errors import StartupError
+from kvferry.engine.wiring import config_on_host
 
 
 class FakeInit:
@@ -74,7 +74,5 @@ def test_workers_share_a_host_only_where_kv_needs_it(transport: str, expected: s
 
 def test_a_worker_s_own_address_stands_in_for_node() -> None:
     values = parse_config({"prefill": {"host": "node"}}).model_dump()
-    known = with_node_address(values, lambda: "192.0.2.7")
-    assert known["prefill"]["host"] == "192.0.2.7"
-    assert known["decode"]["host"] == "127.0.0.1"
-    assert parse_config(known).prefill.workers == 1
+    known = config_on_host(values, lambda: "192.0.2.7")
+    assert (known.prefill.host, known.decode.host) == ("192.0.2.7", "127.0.0.1")

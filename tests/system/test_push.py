@@ -211,9 +211,10 @@ async def test_a_request_given_up_between_two_layers() -> None:
         seq = await here.reserved()
         await eventually(lambda: here.tokens_there(seq)[:3] == [32] * 3)
         answer.cancel()
+        await eventually(lambda: not len(here.role("decode-0").sequences))
         gate.open()
         await here.system.settled()
-        # The decode worker may end its lease, and say so, before the prefill worker gives up.
+        # The decode worker has ended its lease, and may say so before the prefill worker gives up.
         assert here.role("prefill-0").endings in ({"aborted": 1}, {"failed: ended": 1})
         assert here.role("decode-0").endings.total() == 1
         assert await here.system.generate(PROMPT) == expected(PROMPT, 8)
