@@ -15,7 +15,7 @@ from kvferry.bench.transfer_peers import peer_command, peer_program
 from kvferry.bench.transfer_sweep import MANY_AT_ONCE, Contender
 from kvferry.core.errors import ConfigError
 from kvferry.kv_transfer.endpoints import TRANSPORTS, Medium
-from kvferry.kv_transfer.nixl_agent import why_not as nixl_is_missing
+from kvferry.kv_transfer.transports.nixl_agent import why_not as nixl_is_missing
 
 NIXL, NIXL_TCP, MOONCAKE = "NIXL", "NIXL over TCP", "Mooncake over TCP"
 MOST_PEER_BYTES = 256 << 20

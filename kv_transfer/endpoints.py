@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvferry.core.errors import LinkRefused
-from kvferry.kv_transfer import cuda_ipc, loopback, nixl, process_group, shm, tcp
-from kvferry.kv_transfer.nixl_agent import why_not as why_not_nixl
-from kvferry.kv_transfer.torch_groups import why_not_gloo, why_not_nccl
 from kvferry.kv_transfer.transport import Channel, Connect, Listener
+from kvferry.kv_transfer.transports import cuda_ipc, loopback, nixl, process_group, shm, tcp
+from kvferry.kv_transfer.transports.nixl_agent import why_not as why_not_nixl
+from kvferry.kv_transfer.transports.torch_groups import why_not_gloo, why_not_nccl
 
 
 class Medium(StrEnum):

@@ -48,7 +48,7 @@ LAZY = {
     ("cli/serve.py", "kvferry.cluster.system"): HELP_IS_INSTANT,
     ("cli/demo.py", "kvferry.cluster.system"): HELP_IS_INSTANT,
     ("cli/model.py", "kvferry.models.load"): HELP_IS_INSTANT,
-    ("kv_transfer/nixl_agent.py", "nixl_cu12"): NIXL_IS_OPTIONAL,
+    ("kv_transfer/transports/nixl_agent.py", "nixl_cu12"): NIXL_IS_OPTIONAL,
 }
 
 # Packages in which torch is never loaded, not even by what they import.

@@ -25,8 +25,8 @@ from kvferry.bench.kv_device import PARTS, nccl_part, run_parts
 from kvferry.bench.kv_device_kit import Kit
 from kvferry.bench.report import Better, Claim
 from kvferry.core.errors import LinkLost, StartupError
-from kvferry.kv_transfer.control import SocketChannel
-from kvferry.kv_transfer.process_group import connect_gloo, listen_gloo
+from kvferry.kv_transfer.transports.control import SocketChannel
+from kvferry.kv_transfer.transports.process_group import connect_gloo, listen_gloo
 
 TIMEOUT_S = 60.0
 

@@ -19,7 +19,7 @@ from kvferry.bench.transfer_pair import Setting
 from kvferry.bench.transfer_peers import WAYS, geometry, peer_command, peer_program
 from kvferry.core.errors import StartupError
 from kvferry.kv_transfer.layout import KvLayout
-from kvferry.kv_transfer.nixl_agent import why_not as nixl_is_missing
+from kvferry.kv_transfer.transports.nixl_agent import why_not as nixl_is_missing
 
 needs_nixl = pytest.mark.skipif(nixl_is_missing() is not None, reason=nixl_is_missing() or "")
 

@@ -9,7 +9,7 @@ import signal
 import sys
 
 from kvferry.kv_transfer.messages import Pull, decode_to_sender
-from kvferry.kv_transfer.process_group import connect_gloo
+from kvferry.kv_transfer.transports.process_group import connect_gloo
 
 TIMEOUT_S = 30.0
 

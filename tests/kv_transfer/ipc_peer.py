@@ -10,7 +10,7 @@ import sys
 
 from fake_cuda import fake_ipc_channel
 
-from kvferry.kv_transfer.control import dial_unix
+from kvferry.kv_transfer.transports.control import dial_unix
 
 TIMEOUT_S = 30.0
 

@@ -18,10 +18,10 @@ import torch
 from fake_cuda import build_fake_cuda, fake_ipc_channel
 
 from kvferry.core.errors import LinkLost, LinkRefused, ProtocolError
-from kvferry.kv_transfer.control import SocketListener, listen_unix
-from kvferry.kv_transfer.cuda_driver import GRANULE, CudaDriver, CudaError
-from kvferry.kv_transfer.cuda_ipc import IpcChannel, Shared, why_not_cuda_ipc
 from kvferry.kv_transfer.messages import encode
+from kvferry.kv_transfer.transports.control import SocketListener, listen_unix
+from kvferry.kv_transfer.transports.cuda_driver import GRANULE, CudaDriver, CudaError
+from kvferry.kv_transfer.transports.cuda_ipc import IpcChannel, Shared, why_not_cuda_ipc
 
 PEER = Path(__file__).with_name("ipc_peer.py")
 SUPPORT = Path(__file__).parents[1] / "support"

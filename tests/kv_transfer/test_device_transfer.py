@@ -21,8 +21,6 @@ from fake_device import FakeDevice
 
 from kvferry.core.ids import AttemptKey, Incarnation, LeaseId, RequestId
 from kvferry.kv_transfer.choices import Choices
-from kvferry.kv_transfer.control import dial_unix, listen_unix
-from kvferry.kv_transfer.cuda_ipc import IpcChannel
 from kvferry.kv_transfer.device_memory import DeviceKvMemory
 from kvferry.kv_transfer.endpoints import TRANSPORTS, connect, listen
 from kvferry.kv_transfer.jobs import ReceiveDone, ReceiveJob, SendDone, SendJob
@@ -30,6 +28,8 @@ from kvferry.kv_transfer.layout import Span
 from kvferry.kv_transfer.receiver import KvReceiver
 from kvferry.kv_transfer.sender import KvSender
 from kvferry.kv_transfer.transport import Connect, Listener
+from kvferry.kv_transfer.transports.control import dial_unix, listen_unix
+from kvferry.kv_transfer.transports.cuda_ipc import IpcChannel
 
 TOKENS = Span(5, 90)
 KEY = AttemptKey(Incarnation(9), RequestId(1), 1)

@@ -19,8 +19,6 @@ from hypothesis import strategies as st
 
 from kvferry.core.ids import AttemptKey, Incarnation, LeaseId, RequestId
 from kvferry.kv_transfer.endpoints import connect, listen
-from kvferry.kv_transfer.faults import Chances, Fault, Faults
-from kvferry.kv_transfer.faulty import FaultyConnect
 from kvferry.kv_transfer.handshake import LinkOptions
 from kvferry.kv_transfer.jobs import (
     BlockTable,
@@ -36,6 +34,8 @@ from kvferry.kv_transfer.memory import Form, PagedKvMemory
 from kvferry.kv_transfer.plan import Coverage, Cutter, parts, wire_dtype
 from kvferry.kv_transfer.receiver import KvReceiver
 from kvferry.kv_transfer.sender import KvSender
+from kvferry.kv_transfer.transports.faults import Chances, Fault, Faults
+from kvferry.kv_transfer.transports.faulty import FaultyConnect
 
 FLOATS = ["float64", "float32", "bfloat16", "float16"]
 RANKS = [1, 2, 3, 4, 8]

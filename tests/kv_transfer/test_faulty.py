@@ -12,7 +12,9 @@ import pytest
 from kvferry.core.errors import LinkLost, LinkRefused, ProtocolError
 from kvferry.core.ids import AttemptKey, Incarnation, LeaseId, RequestId
 from kvferry.kv_transfer.endpoints import connect, listen
-from kvferry.kv_transfer.faults import (
+from kvferry.kv_transfer.jobs import ReceiveDone, SendDone, SendFailed
+from kvferry.kv_transfer.messages import Ack, Beat, Complete, decode_to_sender, encode
+from kvferry.kv_transfer.transports.faults import (
     FAULTS_AT,
     Chances,
     Fault,
@@ -24,9 +26,7 @@ from kvferry.kv_transfer.faults import (
     Side,
     Step,
 )
-from kvferry.kv_transfer.faulty import FaultyConnect, FaultyListener
-from kvferry.kv_transfer.jobs import ReceiveDone, SendDone, SendFailed
-from kvferry.kv_transfer.messages import Ack, Beat, Complete, decode_to_sender, encode
+from kvferry.kv_transfer.transports.faulty import FaultyConnect, FaultyListener
 
 SLAB = 64
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import pytest
 
 from kvferry.core.errors import LinkLost, ProtocolError
-from kvferry.kv_transfer.framing import FrameSocket
 from kvferry.kv_transfer.messages import MAX_FRAME
+from kvferry.kv_transfer.transports.framing import FrameSocket
 
 
 @pytest.fixture

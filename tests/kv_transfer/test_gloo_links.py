@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from kvferry.core.errors import LinkLost, ProtocolError
-from kvferry.kv_transfer.group_store import ChannelStore, Entry
-from kvferry.kv_transfer.loopback import LoopbackListener, connect_loopback
 from kvferry.kv_transfer.messages import Pull, encode
-from kvferry.kv_transfer.process_group import (
+from kvferry.kv_transfer.transports.group_store import ChannelStore, Entry
+from kvferry.kv_transfer.transports.loopback import LoopbackListener, connect_loopback
+from kvferry.kv_transfer.transports.process_group import (
     GroupChannel,
     GroupPath,
     connect_gloo,

@@ -12,8 +12,8 @@ from kvferry.core.errors import KvferryError, LinkLost, LinkRefused, ProtocolErr
 from kvferry.core.ids import Incarnation
 from kvferry.kv_transfer import handshake
 from kvferry.kv_transfer.handshake import Admitted, Greeted, LinkOptions
-from kvferry.kv_transfer.loopback import LoopbackListener
 from kvferry.kv_transfer.messages import Challenge, Message, Refused, Welcome, encode
+from kvferry.kv_transfer.transports.loopback import LoopbackListener
 
 SENDER = LinkOptions(secret=b"s" * 32, incarnation=Incarnation(3), silence_s=2.0)
 RECEIVER = LinkOptions(secret=b"s" * 32, incarnation=Incarnation(4), silence_s=2.0, slab_bytes=4096)

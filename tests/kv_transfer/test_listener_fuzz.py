@@ -35,7 +35,7 @@ from kvferry.kv_transfer.messages import (
     SlabHeader,
     encode,
 )
-from kvferry.kv_transfer.tcp_listener import DATA
+from kvferry.kv_transfer.transports.tcp_listener import DATA
 
 COUNTS = st.one_of(st.integers(0, 5), st.sampled_from([2**31, 2**32, 2**63, 2**64 - 1]))
 KEYS = st.builds(

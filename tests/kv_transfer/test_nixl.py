@@ -20,8 +20,8 @@ import pytest
 from kvferry.core.errors import LinkLost, ProtocolError
 from kvferry.kv_transfer.endpoints import TRANSPORTS
 from kvferry.kv_transfer.jobs import ReceiveDone, SendDone
-from kvferry.kv_transfer.nixl import NixlChannel, connect_nixl, listen_nixl
-from kvferry.kv_transfer.nixl_agent import Turner, why_not
+from kvferry.kv_transfer.transports.nixl import NixlChannel, connect_nixl, listen_nixl
+from kvferry.kv_transfer.transports.nixl_agent import Turner, why_not
 
 SLAB = 64 << 10
 
@@ -163,7 +163,7 @@ def test_nobody_but_loopback_is_listened_to(paths) -> None:
 
 PEER = """
 import sys
-from kvferry.kv_transfer.nixl import connect_nixl, listen_nixl
+from kvferry.kv_transfer.transports.nixl import connect_nixl, listen_nixl
 slab = int(sys.argv[1])
 listener = listen_nixl("127.0.0.1")
 print(listener.endpoint, flush=True)
@@ -185,7 +185,7 @@ def test_a_peer_that_stops_or_dies_holds_nobody(how: signal.Signals) -> None:
 import os, sys, time
 os.environ["UCX_TLS"] = "tcp"
 from kvferry.core.errors import LinkLost
-from kvferry.kv_transfer.nixl import connect_nixl
+from kvferry.kv_transfer.transports.nixl import connect_nixl
 slab = int(sys.argv[1])
 channel = connect_nixl(sys.argv[2], 10.0)
 outlet = channel.open_outlet(2, slab, 10.0)
@@ -272,7 +272,7 @@ def test_without_the_library_a_link_is_refused() -> None:
         "import sys\n"
         "sys.modules['nixl_cu12'] = None\n"
         "from kvferry.core.errors import LinkRefused\n"
-        "from kvferry.kv_transfer.nixl_agent import load_nixl\n"
+        "from kvferry.kv_transfer.transports.nixl_agent import load_nixl\n"
         "try:\n    load_nixl()\n"
         "except LinkRefused as error:\n    print(error)\n"
     )

@@ -14,7 +14,7 @@ from forwarder import Forwarder
 from kvferry.core.ids import Incarnation
 from kvferry.core.units import parse_address
 from kvferry.kv_transfer.jobs import Reason, ReceiveDone, SendDone, SendFailed
-from kvferry.kv_transfer.tcp_listener import CONTROL
+from kvferry.kv_transfer.transports.tcp_listener import CONTROL
 
 
 def assert_transfers(sender: Any, receiver: Any, attempt: int, **changes: Any) -> None:

@@ -14,7 +14,6 @@ from kvferry.kv_transfer import handshake
 from kvferry.kv_transfer.counters import Tally
 from kvferry.kv_transfer.endpoints import connect
 from kvferry.kv_transfer.jobs import ReceiveDone, SendDone
-from kvferry.kv_transfer.loopback import LoopbackListener, LoopbackSlabs
 from kvferry.kv_transfer.messages import (
     PROBE_LEASE,
     Ack,
@@ -30,6 +29,7 @@ from kvferry.kv_transfer.messages import (
 )
 from kvferry.kv_transfer.peaks import device_peak, loopback_peak, memory_peak
 from kvferry.kv_transfer.probe import MAX_SAMPLES, PINGS, Limits, measure
+from kvferry.kv_transfer.transports.loopback import LoopbackListener, LoopbackSlabs
 
 BRIEF = Limits(stream_s=0.01, turn_s=0.2, answer_s=0.2)
 WAIT_S = 20.0

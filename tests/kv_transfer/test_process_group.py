@@ -13,8 +13,8 @@ import torch
 from fake_group import FakeGroup, FakeWire
 
 from kvferry.core.errors import LinkLost, ProtocolError
-from kvferry.kv_transfer.process_group import MAX_OUTSTANDING, GroupPath
-from kvferry.kv_transfer.torch_groups import NcclGroup
+from kvferry.kv_transfer.transports.process_group import MAX_OUTSTANDING, GroupPath
+from kvferry.kv_transfer.transports.torch_groups import NcclGroup
 
 NUM_SLABS, SLAB_BYTES = 10, 1 << 12
 Move = tuple[int, int, int]

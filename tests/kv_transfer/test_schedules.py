@@ -10,7 +10,7 @@ import pytest
 from kv_sim.schedule import run_schedule
 from kv_sim.soak import Tally, play, report
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 SCHEDULES = 10_000
 COVERED = [

@@ -20,7 +20,7 @@ import pytest
 from kvferry.core.errors import LinkLost, LinkRefused, ProtocolError
 from kvferry.kv_transfer.endpoints import connect
 from kvferry.kv_transfer.jobs import ReceiveDone
-from kvferry.kv_transfer.shm import ShmChannel, connect_shm, listen_shm
+from kvferry.kv_transfer.transports.shm import ShmChannel, connect_shm, listen_shm
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ from tcp_link import FRAME, SLAB, SLABS, TcpLink, eventually, has_arrived
 from kvferry.core.errors import LinkLost, LinkRefused, ProtocolError
 from kvferry.kv_transfer.endpoints import connect
 from kvferry.kv_transfer.jobs import ReceiveDone, SendDone
-from kvferry.kv_transfer.tcp import MAX_LINK_BYTES, TcpChannel, connect_tcp
-from kvferry.kv_transfer.tcp_listener import CONTROL, DATA, MAX_STRANGERS, TcpListener
+from kvferry.kv_transfer.transports.tcp import MAX_LINK_BYTES, TcpChannel, connect_tcp
+from kvferry.kv_transfer.transports.tcp_listener import CONTROL, DATA, MAX_STRANGERS, TcpListener
 
 
 @pytest.fixture

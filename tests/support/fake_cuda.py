@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvferry.kv_transfer.cuda_driver import CudaDriver
-from kvferry.kv_transfer.cuda_ipc import IpcChannel
+from kvferry.kv_transfer.transports.cuda_driver import CudaDriver
+from kvferry.kv_transfer.transports.cuda_ipc import IpcChannel
 
 SOURCE = Path(__file__).with_suffix(".c")
 

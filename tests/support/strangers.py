@@ -10,7 +10,7 @@ from typing import Any
 
 from kvferry.core.units import parse_address
 from kvferry.kv_transfer.messages import MAX_HANDSHAKE_FRAME, Beat, Proof, encode
-from kvferry.kv_transfer.tcp_listener import CONTROL
+from kvferry.kv_transfer.transports.tcp_listener import CONTROL
 
 
 class Marker:

@@ -12,8 +12,8 @@ import msgspec
 from strangers import open_socket
 
 from kvferry.kv_transfer.endpoints import ListenOptions, connect, listen
-from kvferry.kv_transfer.tcp import TcpChannel
-from kvferry.kv_transfer.tcp_listener import DATA, TcpListener
+from kvferry.kv_transfer.transports.tcp import TcpChannel
+from kvferry.kv_transfer.transports.tcp_listener import DATA, TcpListener
 
 SLAB = 300 << 10
 SLABS = 4

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kv_sim.workers import DecodeSide, PrefillSide, Worker
 from kvferry.engine.sequences import State, WorkerSequence
-from kvferry.kv_transfer.faults import FAULTS_AT, Chances, Fault, Place
+from kvferry.kv_transfer.transports.faults import FAULTS_AT, Chances, Fault, Place
 
 if TYPE_CHECKING:
     from kv_sim.router import Router
@@ -49,7 +49,7 @@ def _renews_again(router: Router) -> None:
 def router_pauses(world: World) -> None:
     """SIGSTOP, and SIGCONT later: nothing goes to it or comes from it."""
     router = world.random.choice(world.routers)
-    until_s = world.agenda.now + 6.0 * world.random.random()
+    until_s = world.agenda.now + 8.0 * world.random.random()
     world.note("router %d stops until %.2f", router.incarnation, until_s)
     for session in router.sessions:
         session.hold(until_s)
@@ -177,7 +177,7 @@ def _prefill(world: World) -> list[PrefillSide]:
 WEIGHTS: dict[Happening, float] = {
     client_leaves: 5.0,
     renewals_stop: 1.0,
-    router_pauses: 0.7,
+    router_pauses: 1.5,
     leases_mixed_up: 0.5,
     session_breaks: 1.0,
     router_dies: 0.5,
@@ -187,5 +187,5 @@ WEIGHTS: dict[Happening, float] = {
     all_is_slow: 1.5,
     wire_goes_bad: 4.0,
     slabs_stick: 1.0,
-    blocks_given_away: 1.5,
+    blocks_given_away: 2.5,
 }

@@ -16,7 +16,7 @@ LONGEST_S = 30.0
 DEFECTS = {"blocks_given_away", "leases_mixed_up"}
 """Defects of this side, which may leave a request to its deadline."""
 PATIENCE_S = 45.0
-CHECK_S = 0.05
+CHECK_S = 0.2
 NUM_PROBES = 1
 NUM_REQUESTS = (1, 2, 3, 4)
 NUM_FAULTS = (0, 1, 2, 3, 5, 8)

@@ -8,8 +8,6 @@ from kv_sim.wire import SimChannel, Wire, make_link
 from kv_sim.workers import PrefillSide
 from kvferry.core.errors import LinkLost, LinkRefused, ProtocolError, TransferFailed
 from kvferry.core.ids import AttemptKey, Incarnation
-from kvferry.kv_transfer.faults import Side
-from kvferry.kv_transfer.faulty import FaultyChannel
 from kvferry.kv_transfer.handshake import Greeted
 from kvferry.kv_transfer.jobs import Reason, SendEvent, SendJob
 from kvferry.kv_transfer.layout import head_nbytes
@@ -18,6 +16,8 @@ from kvferry.kv_transfer.plan import parts, wire_dtype
 from kvferry.kv_transfer.sender import Peer
 from kvferry.kv_transfer.sender_link import RETRY_S, SenderLink, SenderParts, choose_first
 from kvferry.kv_transfer.sender_session import SenderSession
+from kvferry.kv_transfer.transports.faults import Side
+from kvferry.kv_transfer.transports.faulty import FaultyChannel
 
 LEAST_WAIT_S = 0.1
 """What a session polls in between, the wire wakes it for."""

@@ -20,9 +20,9 @@ from kv_sim.setup import Setup, draw_setup
 from kv_sim.wire import SimChannel
 from kv_sim.workers import DecodeSide, PrefillSide, Shape, Worker
 from kvferry.core.ids import AttemptKey, Incarnation
-from kvferry.kv_transfer.faults import Chances, Fault, Faults, LinkFaults, Point, Side
-from kvferry.kv_transfer.faulty import FaultyChannel
 from kvferry.kv_transfer.handshake import LinkOptions
+from kvferry.kv_transfer.transports.faults import Chances, Fault, Faults, LinkFaults, Point, Side
+from kvferry.kv_transfer.transports.faulty import FaultyChannel
 from kvferry.proto import worker_pb2 as pb
 
 BEAT_S = 0.75

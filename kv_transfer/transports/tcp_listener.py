@@ -18,9 +18,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvferry.core.errors import LinkLost
-from kvferry.kv_transfer.control import PAUSE_S
-from kvferry.kv_transfer.framing import Wakeup
 from kvferry.kv_transfer.transport import Channel
+from kvferry.kv_transfer.transports.control import PAUSE_S
+from kvferry.kv_transfer.transports.framing import Wakeup
 
 CONTROL = b"kvfC"
 DATA = b"kvfD"

@@ -22,9 +22,19 @@ import msgspec
 import torch
 
 from kvferry.core.errors import LinkLost, LinkRefused, ProtocolError
-from kvferry.kv_transfer.control import SocketChannel, SocketListener, dial_unix, listen_unix
-from kvferry.kv_transfer.cuda_driver import HANDLE_BYTES, UUID_BYTES, CudaDriver, CudaError
 from kvferry.kv_transfer.messages import MAX_HANDSHAKE_FRAME, Message, decode, encode
+from kvferry.kv_transfer.transports.control import (
+    SocketChannel,
+    SocketListener,
+    dial_unix,
+    listen_unix,
+)
+from kvferry.kv_transfer.transports.cuda_driver import (
+    HANDLE_BYTES,
+    UUID_BYTES,
+    CudaDriver,
+    CudaError,
+)
 
 SCHEME = "cuda_ipc"
 SLAB_ALIGNMENT = 256

@@ -26,10 +26,15 @@ from dataclasses import dataclass
 import torch
 
 from kvferry.core.errors import KvferryError, LinkLost, ProtocolError
-from kvferry.kv_transfer.control import SocketChannel, SocketListener, dial_tcp, listen_tcp
-from kvferry.kv_transfer.group_store import ChannelStore
-from kvferry.kv_transfer.torch_groups import GlooGroup, Group, Operation, nccl_group
 from kvferry.kv_transfer.transport import Slab
+from kvferry.kv_transfer.transports.control import (
+    SocketChannel,
+    SocketListener,
+    dial_tcp,
+    listen_tcp,
+)
+from kvferry.kv_transfer.transports.group_store import ChannelStore
+from kvferry.kv_transfer.transports.torch_groups import GlooGroup, Group, Operation, nccl_group
 
 GLOO = "gloo"
 NCCL = "nccl"

@@ -26,8 +26,13 @@ from typing import Annotated, Any
 import msgspec
 
 from kvferry.core.errors import LinkLost, ProtocolError
-from kvferry.kv_transfer.control import SocketChannel, SocketListener, dial_tcp, listen_tcp
-from kvferry.kv_transfer.nixl_agent import NixlAgent, Turner
+from kvferry.kv_transfer.transports.control import (
+    SocketChannel,
+    SocketListener,
+    dial_tcp,
+    listen_tcp,
+)
+from kvferry.kv_transfer.transports.nixl_agent import NixlAgent, Turner
 
 SCHEME = "nixl"
 MAX_METADATA = 1 << 16

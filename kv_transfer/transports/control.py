@@ -17,9 +17,9 @@ from typing import Any
 
 from kvferry.core.errors import LinkLost, LinkRefused
 from kvferry.core.units import parse_address
-from kvferry.kv_transfer.framing import FrameSocket, Wakeup
 from kvferry.kv_transfer.messages import MAX_FRAME
 from kvferry.kv_transfer.transport import Channel, Inlet, Outlet
+from kvferry.kv_transfer.transports.framing import FrameSocket, Wakeup
 
 _UCRED = struct.Struct("3i")
 _BACKLOG = 64

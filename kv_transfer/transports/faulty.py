@@ -28,9 +28,9 @@ from __future__ import annotations
 import math
 
 from kvferry.core.errors import LinkLost, LinkRefused
-from kvferry.kv_transfer.faults import Fault, Faults, LinkFaults, Place, Side, flip
 from kvferry.kv_transfer.messages import MAX_FRAME, tag_of
 from kvferry.kv_transfer.transport import Channel, Connect, Inlet, Listener, Outlet, Slab
+from kvferry.kv_transfer.transports.faults import Fault, Faults, LinkFaults, Place, Side, flip
 
 
 class FaultyChannel:

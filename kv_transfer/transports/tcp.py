@@ -12,9 +12,9 @@ from typing import Annotated
 import msgspec
 
 from kvferry.core.errors import LinkLost, ProtocolError
-from kvferry.kv_transfer.control import SocketChannel, bind_tcp, dial, dial_tcp
-from kvferry.kv_transfer.tcp_listener import CONTROL, DATA, TOKEN_BYTES, TcpListener
-from kvferry.kv_transfer.tcp_streams import TcpInlet, TcpOutlet
+from kvferry.kv_transfer.transports.control import SocketChannel, bind_tcp, dial, dial_tcp
+from kvferry.kv_transfer.transports.tcp_listener import CONTROL, DATA, TOKEN_BYTES, TcpListener
+from kvferry.kv_transfer.transports.tcp_streams import TcpInlet, TcpOutlet
 
 SCHEME = "tcp"
 MAX_STREAMS = 64

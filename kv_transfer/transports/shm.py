@@ -15,7 +15,12 @@ import select
 import socket
 
 from kvferry.core.errors import LinkLost, ProtocolError
-from kvferry.kv_transfer.control import SocketChannel, SocketListener, dial_unix, listen_unix
+from kvferry.kv_transfer.transports.control import (
+    SocketChannel,
+    SocketListener,
+    dial_unix,
+    listen_unix,
+)
 
 SCHEME = "shm"
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
