@@ -67,7 +67,7 @@ class Session:
         """Nothing passes before then."""
         self._down.hold(until_s)
         self._up.hold(until_s)
-        self.held_until_s = until_s
+        self.held_until_s = max(self.held_until_s, until_s)
 
     def cut(self) -> None:
         """The connection breaks; both ends hear of it, each in its own time."""
