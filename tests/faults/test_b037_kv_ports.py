@@ -7,34 +7,19 @@ they say costs them their connection, and runs nothing.
 from __future__ import annotations
 
 import asyncio
-import pickle
-import random
-import socket
-import struct
 
 import pytest
 from fake_engine_model import expected
 from local_system import LocalSystem, local_config, local_system
+from strangers import BAD_INPUT, Marker, framed, open_socket
 
 pytestmark = pytest.mark.slow
 
 PROMPT = list(range(20, 43))
 
 
-class Marker:
-    touched = False
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (setattr, (Marker, "touched", True))
-
-
-BYTES = {
-    "random": random.Random(1).randbytes(5000),
-    "pickle": pickle.dumps(Marker()),
-    "framed pickle": struct.pack("!I", 64) + pickle.dumps(Marker()).ljust(64, b"."),
-    "huge length": struct.pack("!I", 1 << 30) + b"x" * 100,
-    "half a message": struct.pack("!I", 500) + b"x" * 20,
-    "control stream of a stranger": b"kvfC" + struct.pack("!I", 20) + b"x" * 20,
+BYTES = BAD_INPUT | {
+    "control stream of a stranger": b"kvfC" + framed(b"x" * 20),
     "data stream of a stranger": b"kvfD" + b"x" * 32,
     "nothing": b"",
 }
@@ -43,17 +28,6 @@ BYTES = {
 def endpoints(system: LocalSystem) -> list[str]:
     hello = system.workers["decode-0"].hello
     return [found.endpoint for found in hello.kv_endpoints]
-
-
-def connected(endpoint: str) -> socket.socket:
-    scheme, _, address = endpoint.partition(":")
-    if scheme == "tcp":
-        host, port = address.rsplit(":", 1)
-        assert host == "127.0.0.1"
-        return socket.create_connection((host, int(port)))
-    sock = socket.socket(socket.AF_UNIX)
-    sock.connect("\0" + address)
-    return sock
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
@@ -67,7 +41,7 @@ async def test_strangers_while_a_worker_serves(transport: str) -> None:
         socks = []
         for endpoint in endpoints(system):
             for data in BYTES.values():
-                sock = await asyncio.to_thread(connected, endpoint)
+                sock = await asyncio.to_thread(open_socket, endpoint, b"")
                 sock.sendall(data)
                 socks.append(sock)
         answers = await asyncio.gather(*under_way)

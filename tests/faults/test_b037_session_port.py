@@ -5,14 +5,12 @@ arrive cost their sender the connection and nobody else anything.
 from __future__ import annotations
 
 import asyncio
-import pickle
-import random
-import struct
 
 import grpc
 import pytest
 from fake_engine_model import expected
 from local_system import SECRET, LocalSystem, local_config, local_system
+from strangers import BAD_INPUT, Marker
 
 from kvferry.proto import worker_pb2_grpc
 from kvferry.proto.session import SECRET_KEY
@@ -20,20 +18,7 @@ from kvferry.proto.session import SECRET_KEY
 PROMPT = list(range(20, 43))
 
 
-class Marker:
-    touched = False
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (setattr, (Marker, "touched", True))
-
-
-BYTES = {
-    "random": random.Random(1).randbytes(5000),
-    "pickle": pickle.dumps(Marker()),
-    "huge length": struct.pack("!I", 1 << 30) + b"x" * 100,
-    "http": b"GET / HTTP/1.1\r\n\r\n",
-    "half of a preface": b"PRI * HTTP/2.0\r\n\r\nSM",
-}
+BYTES = BAD_INPUT | {"half of a preface": b"PRI * HTTP/2.0\r\n\r\nSM"}
 
 
 def addresses(system: LocalSystem) -> list[str]:
