@@ -34,7 +34,7 @@ Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Address = Annotated[str, AfterValidator(_checked_address)]
 
-UNAUTHENTICATED = ("gloo", "nccl")
+UNAUTHENTICATED = ("gloo", "nccl", "nixl")
 ON_DEVICE = ("nccl", "cuda_ipc")
 ON_ONE_HOST = ("shm", "cuda_ipc")
 NODE_HOST = "node"
@@ -133,7 +133,7 @@ class TransferConfig(Section):
     streams: int = Field(2, ge=1, le=64, description="TCP connections per link for KV bytes.")
     trusted_network: bool = Field(
         False,
-        description="Allow transports that cannot prove who connects to them: gloo and nccl.",
+        description="Allow transports that cannot prove who connects to them: gloo, nccl and nixl.",
     )
     staging: Bytes = Field(parse_bytes("64MiB"), description="Slab memory per decode worker.")
     slab: Bytes = Field(parse_bytes("2MiB"), description="Slab size aimed at.")

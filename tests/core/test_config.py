@@ -1,14 +1,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from pydantic import ValidationError
 
-from kvferry.core.config import EMBEDDED_MODEL, Config, load_config, parse_config
+from kvferry.core.config import (
+    EMBEDDED_MODEL,
+    ON_DEVICE,
+    UNAUTHENTICATED,
+    Config,
+    load_config,
+    parse_config,
+)
 from kvferry.core.dtypes import kv_flavour
 from kvferry.core.errors import ConfigError, StartupError
+from kvferry.kv_transfer.endpoints import TRANSPORTS, Medium
 
 
 def write(folder: Path, text: str) -> Path:
@@ -63,6 +71,7 @@ def test_an_empty_file_means_defaults(tmp_path: Path) -> None:
         ({"transfer": {"wire_dtype": "int4"}}, "transfer.wire_dtype", "int8"),
         ({"transfer": {"streams": 0}}, "transfer.streams", "greater than or equal to 1"),
         ({"transfer": {"transport": "gloo"}}, "transfer.transport", "trusted_network: true"),
+        ({"transfer": {"transport": "nixl"}}, "transfer.transport", "trusted_network: true"),
         (
             {"transfer": {"transport": "nccl", "trusted_network": True}},
             "transfer.transport",
@@ -83,6 +92,15 @@ def test_a_wrong_value_names_its_key(values: dict[Any, Any], key: str, says: str
     assert caught.value.key == key
     assert says in caught.value.message
     assert str(caught.value).startswith(f"{key}: ")
+
+
+def test_the_rules_of_transports_are_those_of_their_table() -> None:
+    key = Config.model_fields["transfer"].annotation.model_fields["transport"]
+    assert set(get_args(key.annotation)) == {"auto", *TRANSPORTS}
+    strangers = {name for name, found in TRANSPORTS.items() if not found.authenticates}
+    assert set(UNAUTHENTICATED) == strangers
+    on_device = {name for name, found in TRANSPORTS.items() if found.medium is Medium.DEVICE}
+    assert set(ON_DEVICE) == on_device
 
 
 def test_colocated_needs_no_prefill_pool() -> None:

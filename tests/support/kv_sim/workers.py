@@ -4,6 +4,7 @@ pass in the middle of a step.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -56,7 +57,7 @@ class Shape:
     dtype: torch.dtype
 
 
-class Worker:
+class Worker(ABC):
     """One life of one worker process."""
 
     def __init__(self, world: World, shape: Shape, incarnation: int) -> None:
@@ -120,13 +121,15 @@ class Worker:
         for actor in list(self.actors):
             actor.freeze(seconds)
 
+    @abstractmethod
     def kv_at_rest(self) -> str:
         """What the KV plane still holds, or nothing."""
-        raise NotImplementedError
 
+    @abstractmethod
     def peer_died(self, peer: Worker) -> None:
         """The links to another process break."""
 
+    @abstractmethod
     def cut_links(self) -> None:
         """All its links break."""
 
@@ -141,8 +144,8 @@ class Worker:
         self.world.agenda.pass_time(seconds)
         actor.check_alive()
 
-    def _role(self) -> PrefillRole | DecodeRole:
-        raise NotImplementedError
+    @abstractmethod
+    def _role(self) -> PrefillRole | DecodeRole: ...
 
     def _turn(self) -> float:
         ran = self.loop.turn()
