@@ -6,7 +6,10 @@ falls together, no token is wrong, no block is lost, nothing hangs.
 
 from __future__ import annotations
 
+import logging
+
 import pytest
+from kv_sim.defects import Defect
 from kv_sim.schedule import run_schedule
 from kv_sim.soak import Tally, play, report
 
@@ -54,6 +57,13 @@ def _check_covered(tally: Tally) -> None:
     """What is rare enough never to happen is not tested."""
     missing = [what for what in COVERED if tally.covered[what] < 10]
     assert not missing, tally.covered
+
+
+@pytest.mark.parametrize("defect", [defect for defect in Defect if defect is not Defect.NONE])
+def test_schedules_find_defects(defect: Defect, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)  # steps fail on wrong KV
+    found = (seed for seed in range(3000) if run_schedule(seed, defect=defect).failed)
+    assert next(found, None) is not None
 
 
 def test_a_schedule_is_the_same_each_time() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kv_sim.clock import Actor
+from kv_sim.defects import Defect
 from kv_sim.workers import Worker
 from kvferry.kv_transfer.jobs import BlockTable
 from kvferry.kv_transfer.memory import Form
@@ -20,6 +21,8 @@ class SlowMemory:
         self.layout, self.rank = worker.memory.layout, worker.memory.rank
         self.digests = worker.memory.digests
         self.is_fresh = worker.memory.is_fresh
+        if worker.world.defect is Defect.NO_GENERATIONS:
+            self.is_fresh = lambda blocks, move: True
 
     def pack(
         self,

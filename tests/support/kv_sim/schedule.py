@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from kv_sim.clock import Hang
+from kv_sim.defects import Defect
 from kv_sim.faults import WEIGHTS, wire_goes_bad
 from kv_sim.world import World
 
@@ -50,10 +51,10 @@ class Result:
         return len(self.violations) - self.wrong_tokens
 
 
-def run_schedule(seed: int, *, trace: bool = False) -> Result:
+def run_schedule(seed: int, *, trace: bool = False, defect: Defect = Defect.NONE) -> Result:
     """Never raises for what a schedule finds."""
     result = Result(seed)
-    world = World(seed, trace=trace)
+    world = World(seed, trace=trace, defect=defect)
     try:
         _play(world, result)
     except Hang as error:

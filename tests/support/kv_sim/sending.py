@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kv_sim.clock import NEVER
+from kv_sim.defects import Defect
 from kv_sim.memory import SlowMemory
 from kv_sim.wire import SimChannel, Wire, make_link
 from kv_sim.workers import PrefillSide
@@ -52,6 +53,7 @@ class Sending:
     def computed(
         self, key: AttemptKey, layers_end: int, tokens_end: int, after: object = None
     ) -> None:
+        layers_end += self.world.defect is Defect.EARLY_LAYERS
         progress = Progress(layers_end, tokens_end, after)
         for transfer in self.table.of(key):
             if transfer.report(progress, self.world.agenda.now):

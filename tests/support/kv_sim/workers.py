@@ -12,6 +12,7 @@ import torch
 from fake_engine_model import VOCAB_SIZE
 
 from kv_sim.clock import NEVER, Actor
+from kv_sim.defects import Defect, UnfencedPool
 from kvferry.cache.block_pool import BlockPool
 from kvferry.cache.hashing import root_hash
 from kvferry.cache.paged import PagedKV
@@ -78,7 +79,8 @@ class Worker(ABC):
             dtype=shape.dtype,
         )
         self.layout = layout_of(self.kv)
-        self.pool = BlockPool(shape.num_blocks)
+        pools = UnfencedPool if world.defect is Defect.NO_FENCES else BlockPool
+        self.pool = pools(shape.num_blocks)
         table = SequenceTable(MAX_SEQS, MAX_MODEL_LEN, shape.block_size)
         self.sequences = Sequences(table, self.pool, ROOT, world.agenda.clock, LEASE_S, VOCAB_SIZE)
         self.stepper = Stepper(self.sequences, StopRules(table, ()))

@@ -11,6 +11,7 @@ from typing import Any
 from fake_engine_model import VOCAB_SIZE
 
 from kv_sim.clock import Agenda
+from kv_sim.defects import Defect
 from kv_sim.invariants import Invariants
 from kv_sim.meddling import Meddling
 from kv_sim.pace import Pace
@@ -37,8 +38,16 @@ Happening = Callable[["World"], None]
 class World:
     """Everything random in it is drawn from one seed."""
 
-    def __init__(self, seed: int, *, trace: bool = False, setup: Setup | None = None) -> None:
+    def __init__(
+        self,
+        seed: int,
+        *,
+        trace: bool = False,
+        setup: Setup | None = None,
+        defect: Defect = Defect.NONE,
+    ) -> None:
         self.seed = seed
+        self.defect = defect
         self.random = Random(seed)
         self.agenda = Agenda()
         self.agenda.defect = self._defect
