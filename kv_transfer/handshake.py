@@ -1,5 +1,5 @@
 """How a link begins: both sides prove that they know the shared secret and agree on a digest, then
-the data path is opened.
+the data path is opened. What is proved covers every field: nobody on the way can change one.
 """
 
 from __future__ import annotations
@@ -12,10 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
+import msgspec
+
 from kvferry.core.errors import LinkLost, LinkRefused, ProtocolError
 from kvferry.core.ids import Incarnation
 from kvferry.kv_transfer.messages import (
     MAX_HANDSHAKE_FRAME,
+    MAX_LINK_BYTES,
     MAX_TEXT,
     PROTOCOL,
     Challenge,
@@ -74,12 +77,11 @@ class Admitted:
     """The peer's."""
 
 
-def _mac(secret: bytes, side: bytes, challenge: bytes, nonce: bytes) -> bytes:
-    # The side is part of the message, so that a proof cannot be played back to whoever asked for
-    # it.
-    return hmac.digest(
-        secret, b"kvferry KV link\0" + side + b"\0" + challenge + nonce, hashlib.sha256
-    )
+def _mac(secret: bytes, side: bytes, before: bytes, message: Proof | Welcome) -> bytes:
+    """Of a whole message but for its ``mac``, after what was said ``before``."""
+    # The side is part of it, so that a proof cannot be played back to whoever asked for it.
+    body = encode(msgspec.structs.replace(message, mac=bytes(32)))
+    return hmac.digest(secret, b"kvferry KV link\0" + side + b"\0" + before + body, hashlib.sha256)
 
 
 def introduce(
@@ -89,35 +91,40 @@ def introduce(
     digests: Sequence[str],
     *,
     is_probe: bool = False,
+    is_closing: Callable[[], bool] = lambda: False,
 ) -> Greeted:
     """The sender's side. ``digests``: schemes that it can compute, best first.
 
-    Raises LinkRefused, LinkLost, ProtocolError.
+    ``is_closing`` is asked at each wake: whether to wait no longer. Raises LinkRefused,
+    LinkLost, ProtocolError.
     """
     deadline = time.monotonic() + options.silence_s
-    challenge = decode_to_sender(_next_frame(channel, deadline))
+    challenge = decode_to_sender(_next_frame(channel, deadline, is_closing))
     if not isinstance(challenge, Challenge) or challenge.protocol != PROTOCOL:
         raise LinkRefused(f"the peer does not speak version {PROTOCOL} of the KV link")
-    nonce = secrets.token_bytes(32)
     proof = Proof(
-        nonce=nonce,
-        mac=_mac(options.secret, b"sender", challenge.nonce, nonce),
+        nonce=secrets.token_bytes(32),
+        mac=bytes(32),
         incarnation=options.incarnation,
         rank=rank,
         digests=list(digests),
         is_probe=is_probe,
     )
-    _send(channel, proof, deadline)
-    welcome = decode_to_sender(_next_frame(channel, deadline))
+    mac = _mac(options.secret, b"sender", challenge.nonce, proof)
+    _send(channel, msgspec.structs.replace(proof, mac=mac), deadline)
+    welcome = decode_to_sender(_next_frame(channel, deadline, is_closing))
     if isinstance(welcome, Refused):
         raise LinkRefused(f"the peer refuses the link: {welcome.detail}")
     if not isinstance(welcome, Welcome):
         raise ProtocolError("expected a welcome")
-    expected = _mac(options.secret, b"receiver", challenge.nonce, nonce)
+    # The proof's own MAC stands for the challenge and all that was proved.
+    expected = _mac(options.secret, b"receiver", mac, welcome)
     if not hmac.compare_digest(expected, welcome.mac):
         raise LinkRefused("the peer does not know the secret")
     if welcome.digest not in digests:
         raise ProtocolError(f"the peer chose the digest {welcome.digest!r}, which was not on offer")
+    if welcome.num_slabs * welcome.slab_bytes > MAX_LINK_BYTES:
+        raise ProtocolError(f"{welcome.num_slabs} slabs of {welcome.slab_bytes} bytes for one link")
     left_s = max(0.0, deadline - time.monotonic())
     return Greeted(
         outlet=channel.open_outlet(welcome.num_slabs, welcome.slab_bytes, left_s),
@@ -130,8 +137,8 @@ def introduce(
 
 def challenge(
     channel: Channel, options: LinkOptions, is_closing: Callable[[], bool] = lambda: False
-) -> tuple[Proof, bytes]:
-    """The receiver's first half: the sender's proof, checked, and the answer to it.
+) -> Proof:
+    """The receiver's first half: the sender's proof, checked.
 
     ``is_closing`` is asked at each wake: whether to wait no longer. Raises LinkRefused, having told
     the peer, when it does not know the secret; LinkLost, ProtocolError.
@@ -142,10 +149,10 @@ def challenge(
     proof = decode_to_receiver(_next_frame(channel, deadline, is_closing))
     if not isinstance(proof, Proof):
         raise ProtocolError("expected a proof")
-    expected = _mac(options.secret, b"sender", nonce, proof.nonce)
+    expected = _mac(options.secret, b"sender", nonce, proof)
     if not hmac.compare_digest(expected, proof.mac):
         refuse(channel, options, "the secret is wrong")
-    return proof, _mac(options.secret, b"receiver", nonce, proof.nonce)
+    return proof
 
 
 def agree(channel: Channel, options: LinkOptions, proof: Proof, digests: Sequence[str]) -> str:
@@ -160,18 +167,19 @@ def agree(channel: Channel, options: LinkOptions, proof: Proof, digests: Sequenc
 
 
 def welcome(
-    channel: Channel, options: LinkOptions, proof: Proof, mac: bytes, digest: str, num_slabs: int
+    channel: Channel, options: LinkOptions, proof: Proof, digest: str, num_slabs: int
 ) -> Admitted:
     """The receiver's second half. Raises LinkLost, ProtocolError."""
     deadline = time.monotonic() + options.silence_s
     message = Welcome(
-        mac=mac,
+        mac=bytes(32),
         incarnation=options.incarnation,
         slab_bytes=options.slab_bytes,
         num_slabs=num_slabs,
         digest=digest,
     )
-    _send(channel, message, deadline)
+    mac = _mac(options.secret, b"receiver", proof.mac, message)
+    _send(channel, msgspec.structs.replace(message, mac=mac), deadline)
     left_s = max(0.0, deadline - time.monotonic())
     return Admitted(
         inlet=channel.open_inlet(num_slabs, options.slab_bytes, left_s),

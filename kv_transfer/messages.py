@@ -42,6 +42,8 @@ MAX_FRAME = 1 << 20
 """Bytes of a frame at most."""
 MAX_HANDSHAKE_FRAME = 1024
 """The same before the peer has proved that it knows the secret."""
+MAX_LINK_BYTES = 4 << 30
+"""Slab memory of a link at most: what a receiver may have a sender set aside."""
 MAX_TILES = 65_536
 MAX_TEXT = 200
 

@@ -16,14 +16,14 @@ from kvferry.kv_transfer.counters import Tally
 from kvferry.kv_transfer.handshake import Admitted, LinkOptions
 from kvferry.kv_transfer.leases import LeaseTable
 from kvferry.kv_transfer.memory import KvMemory
-from kvferry.kv_transfer.messages import Proof
+from kvferry.kv_transfer.messages import MAX_LINK_BYTES, Proof
 from kvferry.kv_transfer.probes import ProbeTurn
 from kvferry.kv_transfer.receiver_link import ReceiverLink
 from kvferry.kv_transfer.staging import StagingPool
 from kvferry.kv_transfer.transport import Channel
 
 MAX_STRANGERS = 16
-"""Connections that have not proved themselves yet, at once."""
+"""Connections that have not proved themselves yet, at once: the oldest gives way to the newest."""
 
 _Name = tuple[Incarnation, int, str, bool]
 """(life of the peer, its rank, transport, whether it is a probe): one link each."""
@@ -56,13 +56,15 @@ class ReceiverLinks:
         self._clock = clock
         self._probes = ProbeTurn(clock)
         self._changed = threading.Condition()
+        least_links = -(-options.staging_bytes // MAX_LINK_BYTES)
         self._staging = StagingPool(
-            options.staging_bytes // options.slab_bytes, options.expected_links
+            options.staging_bytes // options.slab_bytes, max(options.expected_links, least_links)
         )
         self._channels: dict[threading.Thread, Channel] = {}
         self._open: list[_Open] = []
         """The one that opened last is last."""
-        self._strangers = 0
+        self._strangers: dict[threading.Thread, threading.Event] = {}
+        """Those that have not proved themselves, the oldest first; set: it has to go."""
 
     @property
     def count(self) -> int:
@@ -70,16 +72,25 @@ class ReceiverLinks:
             return len(self._open)
 
     def adopt(self, channel: Channel) -> None:
-        """Serve a new connection, or close it at once when there are too many strangers."""
+        """Serve a new connection. The oldest stranger makes room for it, if there are too many;
+        it is closed at once when they do not go, or there is no thread for it.
+        """
         with self._changed:
-            if self._strangers >= MAX_STRANGERS or self._closing.is_set():
+            if len(self._strangers) >= 2 * MAX_STRANGERS or self._closing.is_set():
                 channel.close()
                 return
-            self._strangers += 1
+            staying = [who for who, must_go in self._strangers.items() if not must_go.is_set()]
+            if len(staying) >= MAX_STRANGERS:
+                self._strangers[staying[0]].set()
+                self._channels[staying[0]].wake()
             thread = threading.Thread(target=self._run, args=(channel,), name="kv-receiver-link")
-            self._channels[thread] = channel
-            # Started under the lock, so that stop never returns a thread that cannot be joined.
-            thread.start()
+            self._channels[thread], self._strangers[thread] = channel, threading.Event()
+            try:
+                # Under the lock, so that stop never returns a thread that cannot be joined.
+                thread.start()
+            except RuntimeError:
+                del self._channels[thread], self._strangers[thread]
+                channel.close()
 
     def stop(self) -> list[threading.Thread]:
         """Wake all links, now that the receiver is closing. Their threads, which will end."""
@@ -92,7 +103,7 @@ class ReceiverLinks:
     def _run(self, channel: Channel) -> None:
         num_slabs = 0
         try:
-            proof, mac = self._challenge(channel)
+            proof = self._challenge(channel)
             digest = handshake.agree(channel, self._options, proof, self._memory.digests)
             name = (Incarnation(proof.incarnation), proof.rank, channel.transport, proof.is_probe)
             self._replace(name)
@@ -101,7 +112,7 @@ class ReceiverLinks:
                 handshake.refuse(channel, self._options, "no slab memory left for another link")
             self._serve(
                 channel,
-                handshake.welcome(channel, self._options, proof, mac, digest, num_slabs),
+                handshake.welcome(channel, self._options, proof, digest, num_slabs),
                 name,
             )
         except LinkRefused:
@@ -116,12 +127,16 @@ class ReceiverLinks:
                 del self._channels[threading.current_thread()]
                 self._changed.notify_all()
 
-    def _challenge(self, channel: Channel) -> tuple[Proof, bytes]:
+    def _challenge(self, channel: Channel) -> Proof:
+        stranger = threading.current_thread()
+        must_go = self._strangers[stranger]
         try:
-            return handshake.challenge(channel, self._options, self._closing.is_set)
+            return handshake.challenge(
+                channel, self._options, lambda: must_go.is_set() or self._closing.is_set()
+            )
         finally:
             with self._changed:
-                self._strangers -= 1
+                del self._strangers[stranger]
 
     def _replace(self, name: _Name) -> None:
         """End the links of the same name: their sender has given them up, though nothing may have

@@ -214,7 +214,10 @@ class SenderLink:
     def _open(self, channel: Channel) -> SenderSession:
         self._channel = channel
         memory, options = self._parts.memory, self._parts.options
-        return self.session(channel, introduce(channel, options, memory.rank, memory.digests))
+        greeted = introduce(
+            channel, options, memory.rank, memory.digests, is_closing=self._stopping.is_set
+        )
+        return self.session(channel, greeted)
 
     def _serve(self, channel: Channel, session: SenderSession) -> None:
         is_proven = False

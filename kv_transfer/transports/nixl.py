@@ -36,8 +36,6 @@ from kvferry.kv_transfer.transports.nixl_agent import NixlAgent, Turner
 
 SCHEME = "nixl"
 MAX_METADATA = 1 << 16
-MAX_LINK_BYTES = 4 << 30
-"""Slab memory that a peer may have us set aside for a link."""
 _retired: list[mmap.mmap] = []
 """Memory of closed inlets: empty, and never unmapped."""
 
@@ -191,8 +189,6 @@ class NixlChannel(SocketChannel):
             raise
 
     def open_outlet(self, num_slabs: int, slab_bytes: int, timeout_s: float) -> NixlOutlet:
-        if num_slabs * slab_bytes > MAX_LINK_BYTES:
-            raise ProtocolError("the peer announces too much slab memory")
         frame = self._next_frame(timeout_s)
         try:
             remote = _memory_decoder.decode(frame)

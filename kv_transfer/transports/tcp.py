@@ -18,8 +18,6 @@ from kvferry.kv_transfer.transports.tcp_streams import TcpInlet, TcpOutlet
 
 SCHEME = "tcp"
 MAX_STREAMS = 64
-MAX_LINK_BYTES = 4 << 30
-"""Slab memory that a peer may have us set aside for a link."""
 _SETUP_LIMIT = 256
 
 
@@ -66,8 +64,6 @@ class TcpChannel(SocketChannel):
 
     def open_outlet(self, num_slabs: int, slab_bytes: int, timeout_s: float) -> TcpOutlet:
         deadline = time.monotonic() + timeout_s
-        if num_slabs * slab_bytes > MAX_LINK_BYTES:
-            raise ProtocolError(f"{num_slabs} slabs of {slab_bytes} bytes for one link")
         setup = self._setup(deadline)
         socks: list[socket.socket] = []
         try:

@@ -63,11 +63,11 @@ class Peer:
         assert channel is not None
         self.channel = channel
         try:
-            proof, mac = handshake.challenge(channel, self.options)
+            proof = handshake.challenge(channel, self.options)
         except LinkRefused:
             return
         assert proof.is_probe
-        admitted = handshake.welcome(channel, self.options, proof, mac, proof.digests[0], 3)
+        admitted = handshake.welcome(channel, self.options, proof, proof.digests[0], 3)
         for name, value in self.path.items():
             setattr(admitted.inlet, name, value)
         self.slabs = admitted.inlet

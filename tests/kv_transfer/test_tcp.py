@@ -18,7 +18,7 @@ from tcp_link import FRAME, SLAB, SLABS, TcpLink, eventually, has_arrived
 from kvferry.core.errors import LinkLost, LinkRefused, ProtocolError
 from kvferry.kv_transfer.endpoints import connect
 from kvferry.kv_transfer.jobs import ReceiveDone, SendDone
-from kvferry.kv_transfer.transports.tcp import MAX_LINK_BYTES, TcpChannel, connect_tcp
+from kvferry.kv_transfer.transports.tcp import TcpChannel, connect_tcp
 from kvferry.kv_transfer.transports.tcp_listener import CONTROL, DATA, MAX_STRANGERS, TcpListener
 
 
@@ -276,11 +276,6 @@ def test_a_setup_that_is_none_is_refused(mute: Mute, setup: bytes) -> None:
 def test_a_receiver_that_opens_nothing_loses_the_link(mute: Mute) -> None:
     with pytest.raises(LinkLost, match="opens no data path"):
         mute.sender.open_outlet(1, SLAB, 0.05)
-
-
-def test_memory_for_a_link_is_bounded(mute: Mute) -> None:
-    with pytest.raises(ProtocolError, match="slabs of"):
-        mute.sender.open_outlet(1024, MAX_LINK_BYTES // 1000, 1.0)
 
 
 def test_a_port_that_is_gone_by_set_up_loses_the_link(mute: Mute) -> None:
