@@ -56,7 +56,7 @@ class Dispatcher:
             if not any(view.routable for view in views):
                 reasons = "; ".join(f"{v.worker_id or v.address} {v.reason}" for v in views)
                 name = "" if role is Role.BOTH else f"{role} "
-                return f"no {name}worker: {reasons or 'none is configured'}"
+                return f"no {name}worker: {reasons or 'none is connected yet'}"
         return ""
 
     async def choose(self, progress: Progress, timeline: Timeline) -> Pair:

@@ -48,7 +48,10 @@ def test_the_commands_exist(launcher: dict[str, Any]) -> None:
 
 
 def test_the_served_configuration_is_valid() -> None:
-    assert load_config(ROOT / "deploy" / "serve.yaml").cluster.ray_address == "auto"
+    config = load_config(ROOT / "deploy" / "serve.yaml")
+    assert config.cluster.ray_address == "auto"
+    # On nodes of their own, workers that listen on loopback reach nobody.
+    assert config.prefill.host == config.decode.host == "node"
 
 
 def test_a_node_without_a_role_is_told_so() -> None:
