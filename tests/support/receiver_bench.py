@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from lease_table import LAYOUT, MOVES, NBYTES, PEER, Clock, Leases, header, key
@@ -75,16 +76,17 @@ class FakeInlet:
 
 
 class FakeChannel:
-    """Keeps what is sent."""
+    """Keeps what is sent, decoded as the other side would."""
 
     transport = "fake"
 
-    def __init__(self) -> None:
+    def __init__(self, decode: Callable[[bytes], Message]) -> None:
+        self._decode = decode
         self.sent: deque[Message] = deque()
         self.wakes = 0
 
     def send(self, frame: bytes, timeout_s: float) -> None:
-        self.sent.append(decode_to_sender(frame))
+        self.sent.append(self._decode(frame))
 
     def receive(self, timeout_s: float, limit: int = 0) -> bytes | None:
         raise AssertionError("a link that is driven does not receive")
@@ -145,7 +147,7 @@ class Bench:
             leases.expect()
         self.leases = leases
         self.clock: Clock = leases.clock
-        self.channel = FakeChannel()
+        self.channel = FakeChannel(decode_to_sender)
         self.inlet = FakeInlet(num_slabs, is_pulled, arrives)
         self.memory = FakeMemory()
         admitted = Admitted(

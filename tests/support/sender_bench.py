@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any
 
 from lease_table import BLOCKS, LAYOUT, PEER, TOKENS, Clock, key
-from receiver_bench import OPTIONS
+from receiver_bench import OPTIONS, FakeChannel
 
 from kvferry.core.errors import LinkLost
 from kvferry.core.ids import LeaseId
@@ -65,29 +64,6 @@ class FakeOutlet:
         self.closed = True
 
 
-class FakeChannel:
-    """Keeps what is sent."""
-
-    transport = "fake"
-
-    def __init__(self) -> None:
-        self.sent: deque[Message] = deque()
-
-    def send(self, frame: bytes, timeout_s: float) -> None:
-        self.sent.append(decode_to_receiver(frame))
-
-    def receive(self, timeout_s: float, limit: int = 0) -> bytes | None:
-        raise AssertionError("a session that is driven does not receive")
-
-    def wake(self) -> None: ...
-
-    def close(self) -> None: ...
-
-    def open_inlet(self, *_: object) -> Any: ...
-
-    def open_outlet(self, *_: object) -> Any: ...
-
-
 class FakeMemory:
     """Its packs take a second each and digest to the number of the slab."""
 
@@ -137,7 +113,7 @@ class Bench:
 
     def open(self) -> None:
         """A new link, to which the transfers move."""
-        self.channel = FakeChannel()
+        self.channel = FakeChannel(decode_to_receiver)
         self.outlet = FakeOutlet(self.outlet.is_pulled, self.outlet.lands)
         greeted = Greeted(
             outlet=self.outlet,
