@@ -125,6 +125,13 @@ def test_every_folder_is_on_the_map() -> None:
     assert {folder for folder in folders if f"[{folder}]({folder})" not in page} == set()
 
 
+def test_every_file_of_the_kv_plane_is_described() -> None:
+    files = {path.name for path in ROOT.glob("kv_transfer/*.py")} - {"__init__.py"}
+    page = text(ROOT / "docs" / "transfer.md")
+    described = page[page.index("## The code") : page.index("## Measured")]
+    assert set(re.findall(r"`(\w+\.py)`", described)) == files
+
+
 @pytest.mark.parametrize("command", ["serve", "generate", "status", "model", "bench", "demo"])
 def test_every_command_is_in_the_documentation(command: str) -> None:
     assert any(f"kvferry {command}" in text(page) for page in PAGES)
