@@ -109,6 +109,7 @@ class _Probe:
     ) -> None:
         self._channel = channel
         self._outlet = greeted.outlet
+        self._num_slabs = greeted.num_slabs
         self._slab_bytes = greeted.slab_bytes
         self._beat_s = beat_s
         self._limits = limits
@@ -216,6 +217,8 @@ class _Probe:
         message = decode_to_sender(frame)
         match message:
             case Credit():
+                if message.slab >= self._num_slabs:
+                    raise ProtocolError(f"a credit for slab {message.slab} of {self._num_slabs}")
                 self._credits.append(message)
             case Pull():
                 filled = self._filled.get(message.grant)

@@ -24,6 +24,8 @@ from kvferry.kv_transfer.probe import Speed
 AGAIN_S = 5.0
 """After a path broke, until it is measured again; twice as long each time."""
 MAX_AGAIN_S = 300.0
+MAX_DOUBLINGS = 16
+"""More are beyond MAX_AGAIN_S; a thousand, beyond a float."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +85,13 @@ class Prober:
                 return
             self._tasks = [other for other in self._tasks if other not in same] + [task]
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="kv-prober")
-                self._thread.start()
+                self._start()
             self._changed.notify_all()
 
     def broken(self, path: Path, endpoints: tuple[str, ...]) -> None:
         """A path broke: measure again in a while."""
-        delay_s = min(MAX_AGAIN_S, AGAIN_S * 2.0 ** (path.num_breaks - 1))
+        doublings = min(path.num_breaks - 1, MAX_DOUBLINGS)
+        delay_s = min(MAX_AGAIN_S, AGAIN_S * 2.0**doublings)
         self.probe(path.peer, path.rank, endpoints, delay_s)
 
     def close(self, timeout_s: float) -> None:
@@ -104,9 +106,21 @@ class Prober:
             if thread.is_alive():
                 raise TimeoutError(f"{thread.name} does not end")
 
+    def _start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="kv-prober")
+        self._thread.start()
+
     def _run(self) -> None:
-        while (task := self._next()) is not None:
-            self._probe(task)
+        try:
+            while (task := self._next()) is not None:
+                self._probe(task)
+        finally:
+            with self._changed:
+                # A defect ended the thread: what is left, and what comes, has a new one.
+                if self._thread is threading.current_thread():
+                    self._thread = None
+                    if self._tasks and not self._closed:
+                        self._start()
 
     def _next(self) -> _Task | None:
         with self._changed:
@@ -145,11 +159,16 @@ class Prober:
         return replace(
             path,
             rate=speed.bytes_per_s,
-            peak=speed.bare_bytes_per_s if _is_remote(path) else self._peak(path.medium),
+            peak=speed.bare_bytes_per_s if _is_remote(path) else self._peak_of(path.medium),
             round_trip_s=speed.round_trip_s,
             broken="",
             num_breaks=0,
         )
+
+    def _peak_of(self, medium: Medium) -> float:
+        with suppress(OSError):
+            return self._peak(medium)
+        return 0.0  # no descriptors left, or no time on the processor; next time, perhaps
 
 
 def _is_remote(path: Path) -> bool:

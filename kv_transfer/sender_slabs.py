@@ -68,6 +68,8 @@ class GrantedSlabs:
         self._send = send
         self._clock = clock
         self._stuck_s = stuck_s
+        self._last_grants = [0] * greeted.num_slabs
+        """The newest of each slab."""
         self._held: dict[int, GrantedSlab] = {}
         """By grant."""
         self._to_pack: deque[GrantedSlab] = deque()
@@ -82,6 +84,18 @@ class GrantedSlabs:
         return bool(self._leaving) or any(
             held.stage is Stage.FLYING for held in self._held.values()
         )
+
+    def is_new(self, credit: Credit) -> bool:
+        """Whether this credit, or a later one for its slab, did not come before.
+
+        Raises ProtocolError for a slab that is not there.
+        """
+        if credit.slab >= len(self._last_grants):
+            raise ProtocolError(f"a credit for slab {credit.slab} of {len(self._last_grants)}")
+        if credit.grant <= self._last_grants[credit.slab]:
+            return False
+        self._last_grants[credit.slab] = credit.grant
+        return True
 
     def grant(self, credit: Credit, transfer: Transfer) -> None:
         """Give memory to the next slab of a transfer that has one ready."""

@@ -109,6 +109,15 @@ def plays_along(peer: Peer, message: Message) -> None:
         peer.credit()
 
 
+def test_a_credit_for_a_slab_that_is_not_there_ends_the_probe(make_peer) -> None:
+    def lies(peer: Peer, message: Message) -> None:
+        if isinstance(message, Measure):
+            peer.send(Credit(lease=PROBE_LEASE, slab=3, grant=1))
+
+    with pytest.raises(ProtocolError, match="slab 3"):
+        probe(make_peer(lies))
+
+
 def test_samples_are_whole_slabs_after_a_few_pings(make_peer) -> None:
     peer = make_peer(plays_along)
     speed = probe(peer)

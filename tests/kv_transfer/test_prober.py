@@ -124,12 +124,35 @@ def test_a_broken_path_is_measured_again_later_each_time() -> None:
 
     prober = Recording(rig.choices, rig._measure, clock=lambda: now[0])
     rig.choices.choose(PEER, 0, ENDPOINTS)
-    for _ in range(10):
+    for _ in range(1100):
         path = rig.choices.failed(PEER, 0, "fast:1", "reset")
         assert path is not None
         prober.broken(path, ENDPOINTS)
     assert waits[:3] == [AGAIN_S, 2 * AGAIN_S, 4 * AGAIN_S]
     assert waits[-1] == MAX_AGAIN_S
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_defect_costs_the_rank_that_met_it_and_no_other(rig: Rig) -> None:
+    rig.go.clear()
+    rig.found["fast:1"] = RuntimeError("out of memory")
+    rig.prober.probe(PEER, 0, ENDPOINTS)
+    assert rig.measuring.wait(WAIT_S)
+    rig.prober.probe(Incarnation(3), 0, ("slow:1",))
+    rig.go.set()
+    assert rig.probed.get(timeout=WAIT_S).peer == 3
+    rig.found["fast:1"] = rig.found["slow:1"]
+    assert rig.probe()["fast"].rate == 1e9
+
+
+def test_a_medium_that_cannot_be_measured_leaves_the_path_its_rate(rig: Rig) -> None:
+    def no_time(medium: Medium) -> float:
+        raise TimeoutError
+
+    prober = Prober(rig.choices, rig._measure, rig.probed.put, no_time)
+    prober.probe(PEER, 0, ENDPOINTS)
+    assert (rig.next()["fast"].rate, rig.choices.rows()[0].peak) == (2e9, 0.0)
+    prober.close(WAIT_S)
 
 
 def test_what_is_asked_for_now_goes_before_what_is_due_later(rig: Rig) -> None:

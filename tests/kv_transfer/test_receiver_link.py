@@ -299,8 +299,18 @@ def test_silence_ends_the_link_and_beats_are_sent() -> None:
     bench.link.turn()
     assert list(bench.channel.sent) == [Beat()]
     bench.clock.now += 3.5
+    assert bench.link.turn() == 0.0, "what is queued is read first"
     with pytest.raises(LinkLost, match="silent"):
         bench.link.turn()
+
+
+def test_after_a_pause_of_ours_a_peer_that_spoke_is_not_silent() -> None:
+    bench = Bench()
+    for _ in range(2):
+        bench.clock.now += 60.0
+        assert bench.link.turn() == 0.0
+        bench.link.handle(encode(Beat()))
+        assert bench.link.turn() == pytest.approx(1.0)
 
 
 def test_a_retired_link_ends() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from lease_table import LAYOUT, NBYTES, TOKENS, key
 from receiver_bench import OPTIONS
-from sender_bench import OWED, Bench
+from sender_bench import NUM_SLABS, OWED, Bench
 
 from kvferry.core.errors import LinkLost, ProtocolError
 from kvferry.kv_transfer.jobs import Reason, SendAborted, SendDone
@@ -216,8 +216,36 @@ def test_a_silent_peer_is_lost_and_we_are_not_silent() -> None:
     bench.session.turn()
     assert list(bench.channel.sent) == [Beat()]
     bench.clock.now += OPTIONS.silence_s
+    assert bench.session.turn() == 0.0, "what is queued is read first"
     with pytest.raises(LinkLost, match="silent"):
         bench.session.turn()
+
+
+def test_after_a_pause_of_ours_a_peer_that_spoke_is_not_silent() -> None:
+    bench = Bench()
+    for _ in range(2):
+        bench.clock.now += 60.0
+        assert bench.session.turn() == 0.0
+        bench.session.handle(encode(Beat()))
+        assert bench.session.turn() == pytest.approx(OPTIONS.beat_s)
+
+
+def test_a_credit_counts_once() -> None:
+    bench = Bench()
+    transfer = bench.send()
+    (first,) = bench.credit(1)
+    assert bench.credit(1) == []
+    bench.ack(first)
+    assert bench.credit(1) == []
+    assert list(transfer.unsent) == [1, 2, 3]
+    assert headers(bench.credit(2)) == [1]
+
+
+def test_a_credit_for_a_slab_that_is_not_there_ends_the_link() -> None:
+    bench = Bench()
+    bench.send()
+    with pytest.raises(ProtocolError, match="slab"):
+        bench.session.handle(encode(Credit(lease=1, slab=NUM_SLABS, grant=1)))
 
 
 def test_a_broken_path_ends_the_link() -> None:
