@@ -65,7 +65,9 @@ class BlockTable:
     def is_fresh(self, live: NDArray[np.uint32], tokens: Span, block_size: int) -> bool:
         """Whether all blocks of a token range still have their generation in the live array."""
         part = slice(tokens.begin // block_size, -(-tokens.end // block_size))
-        return bool(np.array_equal(live[self.block_ids[part]], self.generations[part]))
+        leased = self.generations[part]
+        found = live[self.block_ids[part]]
+        return len(found) == len(leased) and bool((found == leased).all())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

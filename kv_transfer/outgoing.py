@@ -23,7 +23,7 @@ from kvferry.kv_transfer.jobs import (
     SendJob,
 )
 from kvferry.kv_transfer.layout import Shard
-from kvferry.kv_transfer.plan import Cutter, SlabMove
+from kvferry.kv_transfer.plan import Cutter, SlabMove, best_slab_bytes
 from kvferry.kv_transfer.states import Event, State, advance
 
 
@@ -145,6 +145,7 @@ class Transfer:
         if not self._cutters:
             owed, tokens = self.owed, self.job.tokens
             least_bytes = owed.least_bytes / len(owed.parts)
+            slab_bytes = best_slab_bytes(self.nbytes, slab_bytes)
             self._cutters = tuple(
                 Cutter(part, tokens, owed.head_bytes, slab_bytes, least_bytes)
                 for part in owed.parts

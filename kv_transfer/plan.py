@@ -13,6 +13,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import isqrt
 
 from kvferry.core.errors import TransferFailed
 from kvferry.kv_transfer.layout import (
@@ -25,6 +26,8 @@ from kvferry.kv_transfer.layout import (
 
 LEAST_SLAB_BYTES = 256 * 1024
 """No slab is smaller where the part has as many; a third of ``slab_bytes`` if that is less."""
+SLAB_COST_BYTES = 256 * 1024
+"""What a slab costs by itself, in bytes copied meanwhile."""
 WORD_BYTES = 4
 
 
@@ -108,6 +111,15 @@ def _holders(layout: KvLayout, head: int) -> list[int]:
 def slab_nbytes(head_bytes: int, layers: Span, heads: Span, tokens: Span) -> int:
     """Bytes of one slab. ``head_bytes``: of the wire's type, scale included."""
     return layers.length * 2 * tokens.length * heads.length * head_bytes
+
+
+def best_slab_bytes(nbytes: int, slab_bytes: int) -> int:
+    """The size of slabs, ``slab_bytes`` at most, that moves a transfer of ``nbytes`` soonest.
+
+    The receiver is one slab behind the sender: s bytes, and n slabs cost ``SLAB_COST_BYTES`` each,
+    with n s = nbytes. Not so small that parts of it would be below ``LEAST_SLAB_BYTES``.
+    """
+    return min(slab_bytes, max(3 * LEAST_SLAB_BYTES, isqrt(nbytes * SLAB_COST_BYTES)))
 
 
 def cut(

@@ -85,7 +85,7 @@ int kvferry_move(const tensor_t *tensors, int num_tensors, const range_t *range,
                 token_end = range->tokens;
             digest_t digest;
             begin_digest(&digest, seed | tile,
-                         (row_end - row) * (token_end - token) * token_bytes);
+                         (row_end - row) * (token_end - token) * token_bytes, !is_gather);
             for (int i = 0; i < num_tensors; i++)
                 for (int64_t r = row; r < row_end; r++)
                     move_tokens(&digest, &tensors[i], range, r, token, token_end, &parts[i],
@@ -93,6 +93,8 @@ int kvferry_move(const tensor_t *tensors, int num_tensors, const range_t *range,
             digests[tile] = end_digest(&digest);
         }
     }
+    if (!is_gather)
+        __sync_synchronize(); /* streamed writes come in no order */
     return 0;
 }
 

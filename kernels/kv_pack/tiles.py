@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 TILE_BYTES = 256 * 1024
@@ -36,6 +37,7 @@ class TileCut:
     tokens_per_tile: int
 
     @classmethod
+    @lru_cache(maxsize=1024)
     def of(cls, rows: int, tokens: int, row_token_bytes: int) -> TileCut:
         """``row_token_bytes``: one token of one row."""
         row_bytes = tokens * row_token_bytes

@@ -27,6 +27,7 @@ typedef struct {
     int64_t stripes; /* still to be taken, the last one left out */
     int in_block;    /* stripes of the block so far */
     int pending;     /* bytes of the stripe so far */
+    int is_streamed; /* nobody reads soon what is written: keep it out of the caches */
     uint8_t stripe[STRIPE];
     uint8_t last[STRIPE]; /* the newest bytes */
 } digest_t;
@@ -113,6 +114,7 @@ static void take_plain(digest_t *digest, ends_t now, ends_t soon, int64_t count)
 }
 
 static take_t *take = take_plain;
+static take_t *stream = 0; /* where there is one */
 static int lanes_used = PLAIN;
 
 #if defined(__x86_64__)
@@ -154,17 +156,22 @@ __attribute__((target("avx2"))) static void take_avx2(digest_t *digest, ends_t n
     digest->in_block = at;
 }
 
-__attribute__((target("avx512f"))) static void take_avx512(digest_t *digest, ends_t now,
-                                                           ends_t soon, int64_t count)
+__attribute__((target("avx512f"), always_inline)) static inline void
+copy_avx512(digest_t *digest, ends_t now, ends_t soon, int64_t count, const int is_streamed)
 {
     const __m512i prime = _mm512_set1_epi64((int64_t)PRIME32_1);
     int at = digest->in_block;
     __m512i sum = _mm512_loadu_si512(digest->lanes);
     for (; count > 0; count--, step(&now), step(&soon)) {
-        PREFETCH(soon);
+        __builtin_prefetch(soon.source, 0);
+        if (!is_streamed)
+            __builtin_prefetch(soon.target, 1);
         __m512i value = _mm512_loadu_si512(now.source);
         READ_ONCE("v", value);
-        _mm512_storeu_si512(now.target, value);
+        if (is_streamed)
+            _mm512_stream_si512((__m512i *)now.target, value);
+        else
+            _mm512_storeu_si512(now.target, value);
         __m512i secret = _mm512_loadu_si512(digest->secret + 8 * at);
         __m512i key = _mm512_xor_si512(value, secret);
         __m512i product = _mm512_mul_epu32(key, _mm512_srli_epi64(key, 32));
@@ -182,17 +189,30 @@ __attribute__((target("avx512f"))) static void take_avx512(digest_t *digest, end
     digest->in_block = at;
 }
 
+__attribute__((target("avx512f"))) static void take_avx512(digest_t *digest, ends_t now,
+                                                           ends_t soon, int64_t count)
+{
+    copy_avx512(digest, now, soon, count, 0);
+}
+
+/* To whole cache lines, which are not read first, and do not drive out what is in use. */
+__attribute__((target("avx512f"))) static void stream_avx512(digest_t *digest, ends_t now,
+                                                             ends_t soon, int64_t count)
+{
+    copy_avx512(digest, now, soon, count, 1);
+}
+
 __attribute__((constructor)) static void choose(void)
 {
     __builtin_cpu_init();
     if (MOST_LANES >= AVX512 && __builtin_cpu_supports("avx512f"))
-        take = take_avx512, lanes_used = AVX512;
+        take = take_avx512, stream = stream_avx512, lanes_used = AVX512;
     else if (MOST_LANES >= AVX2 && __builtin_cpu_supports("avx2"))
         take = take_avx2, lanes_used = AVX2;
 }
 #endif
 
-static void begin_digest(digest_t *digest, uint64_t seed, int64_t total)
+static void begin_digest(digest_t *digest, uint64_t seed, int64_t total, int is_streamed)
 {
     const uint64_t lanes[LANES] = {PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3,
                                    PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1};
@@ -203,6 +223,7 @@ static void begin_digest(digest_t *digest, uint64_t seed, int64_t total)
         memcpy(digest->secret + at + 8, &high, sizeof high);
     }
     digest->total = total;
+    digest->is_streamed = is_streamed;
     digest->stripes = (total - 1) / STRIPE;
     digest->in_block = digest->pending = 0;
 }
@@ -211,14 +232,16 @@ static void begin_digest(digest_t *digest, uint64_t seed, int64_t total)
 static void take_run(digest_t *digest, ends_t now, ends_t next, int64_t count)
 {
     const int64_t ahead = AHEAD / STRIPE;
+    int is_streamed = digest->is_streamed && stream && (uintptr_t)now.target % STRIPE == 0;
+    take_t *take_all = is_streamed ? stream : take;
     digest->stripes -= count;
     if (count > ahead) {
         int64_t first = count - ahead, nbytes = first * STRIPE;
-        take(digest, now, (ends_t){now.source + AHEAD, now.target + AHEAD}, first);
+        take_all(digest, now, (ends_t){now.source + AHEAD, now.target + AHEAD}, first);
         now = (ends_t){now.source + nbytes, now.target + nbytes};
         count = ahead;
     }
-    take(digest, now, next, count);
+    take_all(digest, now, next, count);
 }
 
 /* Copies bytes and takes them into the digest. `own`: whichever end no peer can change. */

@@ -18,6 +18,7 @@ from kvferry.kv_transfer.plan import (
     Coverage,
     Cutter,
     SlabMove,
+    best_slab_bytes,
     check_compatible,
     cut,
     parts,
@@ -382,3 +383,12 @@ def test_coverage_refuses_what_is_not_part_of_the_transfer(layers, heads, tokens
     fault = coverage.fault(SlabMove(1, layers, heads, tokens, nbytes))
     assert fault is not None
     assert match in fault
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "slab_bytes", "expected"),
+    [(1 << 20, 2 << 20, 3 << 18), (4 << 20, 2 << 20, 1 << 20), (1 << 30, 2 << 20, 2 << 20)],
+)
+def test_slabs_grow_with_the_root_of_the_transfer(nbytes, slab_bytes, expected):
+    """Each costs something, and the receiver is one behind."""
+    assert best_slab_bytes(nbytes, slab_bytes) == expected
