@@ -39,7 +39,7 @@ from kvferry.kv_transfer.messages import (
     decode_to_receiver,
     encode,
 )
-from kvferry.kv_transfer.probes import LinkProbe, ProbeTurn, sample_digest
+from kvferry.kv_transfer.receiver_probes import LinkProbe, ProbeTurn, sample_digest
 from kvferry.kv_transfer.scatter import scatter_verified
 from kvferry.kv_transfer.transport import Channel
 from kvferry.kv_transfer.verdicts import Answer, Outcome, Source, Verdict

@@ -17,8 +17,8 @@ from kvferry.kv_transfer.handshake import Admitted, LinkOptions
 from kvferry.kv_transfer.leases import LeaseTable
 from kvferry.kv_transfer.memory import KvMemory
 from kvferry.kv_transfer.messages import MAX_LINK_BYTES, Proof
-from kvferry.kv_transfer.probes import ProbeTurn
 from kvferry.kv_transfer.receiver_link import ReceiverLink
+from kvferry.kv_transfer.receiver_probes import ProbeTurn
 from kvferry.kv_transfer.staging import StagingPool
 from kvferry.kv_transfer.transport import Channel
 

@@ -18,7 +18,7 @@ from kvferry.kv_transfer.messages import (
     Sample,
     encode,
 )
-from kvferry.kv_transfer.probes import TURN_S, ProbeTurn
+from kvferry.kv_transfer.receiver_probes import TURN_S, ProbeTurn
 
 
 def sample(bench: Bench, credit: Credit, index: int, digest: int) -> Sample:

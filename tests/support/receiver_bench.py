@@ -21,8 +21,8 @@ from kvferry.kv_transfer.messages import (
     encode,
 )
 from kvferry.kv_transfer.plan import SlabMove
-from kvferry.kv_transfer.probes import ProbeTurn
 from kvferry.kv_transfer.receiver_link import ReceiverLink
+from kvferry.kv_transfer.receiver_probes import ProbeTurn
 
 SLAB_BYTES = 4096
 OPTIONS = LinkOptions(

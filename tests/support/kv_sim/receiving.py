@@ -14,9 +14,9 @@ from kvferry.core.ids import LeaseId
 from kvferry.kv_transfer.handshake import Admitted
 from kvferry.kv_transfer.jobs import ReceiveEvent, ReceiveJob
 from kvferry.kv_transfer.leases import LeaseTable
-from kvferry.kv_transfer.probes import ProbeTurn
 from kvferry.kv_transfer.receiver import TICK_S
 from kvferry.kv_transfer.receiver_link import ReceiverLink
+from kvferry.kv_transfer.receiver_probes import ProbeTurn
 from kvferry.kv_transfer.transports.faults import Side
 from kvferry.kv_transfer.transports.faulty import FaultyChannel
 
