@@ -99,7 +99,7 @@ class KvSender:
         Raises ValueError when the attempt is being sent to that rank already, RuntimeError after
         close.
         """
-        owed, fault = Owed((), 0, 0.0), ""
+        owed, fault, reason = Owed((), 0, 0.0), "", Reason.MISMATCH
         try:
             owed = self._owed(job)
         except TransferFailed as error:
@@ -108,10 +108,10 @@ class KvSender:
             if self._closed:
                 raise RuntimeError("the sender is closed")
             transfer = self._table.add(job, owed)
-            if owed.parts:
-                self._post(transfer)
+            if owed.parts and not self._post(transfer):
+                fault, reason = "there is no thread for another link", Reason.INTERNAL
         if fault:
-            self._table.fail(transfer, Reason.MISMATCH, fault)
+            self._table.fail(transfer, reason, fault)
         elif not owed.parts:
             self._table.succeed(transfer)
 
@@ -197,17 +197,24 @@ class KvSender:
         num_ranks = _num_ranks(source, job.target, job.target_rank)
         return Owed(owed, head_bytes, self._push.least_bytes(prompt), num_ranks)
 
-    def _post(self, transfer: Transfer) -> None:
+    def _post(self, transfer: Transfer) -> bool:
+        """Whether a link takes it in charge."""
         peer = Peer(transfer.job.peer, transfer.job.target_rank)
         entry = self._links.get(peer)
         if entry is not None:
             entry.link.post(transfer)
             entry.link.wake()
-            return
-        entry = self._links[peer] = _LinkThread(self, peer, SenderLink(*peer, self._parts))
-        self._threads.add(entry.thread)
+            return True
+        entry = _LinkThread(self, peer, SenderLink(*peer, self._parts))
         entry.link.post(transfer)
-        entry.thread.start()
+        try:
+            entry.thread.start()
+        except RuntimeError:
+            return False
+        # It retires under the lock, which is held here.
+        self._links[peer] = entry
+        self._threads.add(entry.thread)
+        return True
 
     def retire(self, entry: _LinkThread) -> bool:
         """A link with nothing left to send wants to end. False when a job came in meanwhile."""
