@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import isqrt
 
+import msgspec
+
 from kvferry.core.errors import TransferFailed
 from kvferry.kv_transfer.layout import (
     ELEMENT_BYTES,
@@ -31,8 +33,7 @@ SLAB_COST_BYTES = 256 * 1024
 WORD_BYTES = 4
 
 
-@dataclass(frozen=True, slots=True)
-class SlabMove:
+class SlabMove(msgspec.Struct, frozen=True):
     """The part of a transfer that travels in one slab. Layers and heads as the model numbers
     them.
     """

@@ -28,6 +28,9 @@ class Wakeup:
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lock = threading.Lock()
         self._closed = False
+        self._poll = select.poll()
+        """Of one socket, the last one waited for, and the event."""
+        self._polled: socket.socket | None = None
 
     def set(self) -> None:
         """Legal after close."""
@@ -39,16 +42,24 @@ class Wakeup:
 
     def wait_readable(self, sock: socket.socket, timeout_s: float) -> bool:
         """Wait until there is something to read; True when a ``set`` cut the wait short."""
-        return self.wait_any([sock], timeout_s) is None
+        if sock is not self._polled:
+            self._poll, self._polled = self._polling([sock]), sock
+        return self._wait(self._poll, timeout_s) is None
 
     def wait_any(self, socks: Sequence[socket.socket], timeout_s: float) -> list[int] | None:
         """Descriptors with something to read, none after ``timeout_s``; None when a ``set`` cut
         the wait short.
         """
+        return self._wait(self._polling(socks), timeout_s)
+
+    def _polling(self, socks: Sequence[socket.socket]) -> select.poll:
         poll = select.poll()
         for sock in socks:
             poll.register(sock, select.POLLIN)
         poll.register(self._event, select.POLLIN)
+        return poll
+
+    def _wait(self, poll: select.poll, timeout_s: float) -> list[int] | None:
         ready = [fd for fd, _ in poll.poll(max(0, math.ceil(timeout_s * 1000)))]
         if self._event in ready:
             os.eventfd_read(self._event)
