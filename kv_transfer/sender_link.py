@@ -23,6 +23,8 @@ from kvferry.kv_transfer.transport import Channel, Connect
 
 RETRY_S = 0.1
 """Between two tries to open a link."""
+AT_ONCE = 64
+"""Messages that are taken in before what they ask for is done."""
 
 
 class Choose(Protocol):
@@ -223,9 +225,11 @@ class SenderLink:
         is_proven = False
         try:
             while not self._stopping.is_set() and (self.transfers or not self._wants_other):
-                frame = channel.receive(session.turn())
-                if frame is not None:
+                frame, count = channel.receive(session.turn()), 0
+                while frame is not None:
                     session.handle(frame)
+                    count += 1
+                    frame = channel.receive(0.0) if count < AT_ONCE else None
                 if session.has_moved and not is_proven:
                     is_proven = True
                     self._parts.works(self.peer, self.rank, self._endpoint)
