@@ -58,7 +58,9 @@ class SessionServer(worker_pb2_grpc.WorkerServicer):
         try:
             port = self._server.add_insecure_port(f"{self._settings.host}:0")
         except RuntimeError as error:
-            raise StartupError(f"cannot listen on {self._settings.host}: {error}") from None
+            pool = "prefill" if self._hello.role == "prefill" else "decode"
+            message = f"{pool}.host: cannot listen on {self._settings.host}: {error}"
+            raise StartupError(message) from None
         await self._server.start()
         return f"{self._settings.host}:{port}"
 

@@ -10,7 +10,7 @@ from kvferry.cache.block_pool import BlockPool
 from kvferry.cache.hashing import chain_hashes
 from kvferry.cache.paged import PagedKV
 from kvferry.core.config import Config
-from kvferry.core.errors import ConfigError, ProtocolError
+from kvferry.core.errors import ConfigError, ProtocolError, StartupError
 from kvferry.core.ids import AttemptKey, BlockHash, BlockId, Incarnation, LeaseId
 from kvferry.kv_transfer.choices import Choices
 from kvferry.kv_transfer.endpoints import (
@@ -161,7 +161,8 @@ def listeners(config: Config, host: str) -> list[Listener]:
     """Where a decode worker takes links: one per transport that this process can use, or the one
     that the configuration forces. The caller owns them.
 
-    Raises ConfigError for a forced transport that cannot be used here.
+    Raises ConfigError for a forced transport that cannot be used here, StartupError for a host that
+    cannot be listened on.
     """
     wanted = config.transfer.transport
     options = ListenOptions(host=host, streams=config.transfer.streams)
@@ -169,14 +170,28 @@ def listeners(config: Config, host: str) -> list[Listener]:
         reason = TRANSPORTS[wanted].why_not() if wanted in TRANSPORTS else "it is not in this build"
         if reason is not None:
             raise ConfigError("transfer.transport", f"{wanted} cannot be used here: {reason}")
-        return [listen(wanted, options)]
-    return [
-        transport.listen(options)
+        return _listen([wanted], options)
+    names = [
+        transport.name
         for transport in _transports(config).values()
         if transport.name != "loopback"
         and (transport.authenticates or config.transfer.trusted_network)
         and transport.why_not() is None
     ]
+    return _listen(names, options)
+
+
+def _listen(names: Iterable[str], options: ListenOptions) -> list[Listener]:
+    found: list[Listener] = []
+    try:
+        for name in names:
+            found.append(listen(name, options))
+    except OSError as error:
+        for listener in found:
+            listener.close()
+        reason = error.strerror or error
+        raise StartupError(f"decode.host: cannot listen on {options.host}: {reason}") from None
+    return found
 
 
 def link_choices(config: Config) -> Choices:

@@ -170,6 +170,7 @@ async def test_a_context_beyond_the_model_is_refused(folder: Path) -> None:
         await start("prefill", folder, {"max_model_len": MODEL_LEN + 1})
 
 
-async def test_an_address_that_is_not_here_says_so(folder: Path) -> None:
-    with pytest.raises(StartupError, match=r"192\.0\.2\.1"):
-        await start("prefill", folder, host="192.0.2.1")
+@pytest.mark.parametrize("pool", ["prefill", "decode"])
+async def test_an_address_that_is_not_here_says_so(folder: Path, pool: str) -> None:
+    with pytest.raises(StartupError, match=rf"^{pool}\.host: .*203\.0\.113\.7"):
+        await start(pool, folder, host="203.0.113.7")
