@@ -31,36 +31,24 @@ class Unreachable:
         return connect(endpoint, timeout_s)
 
 
-async def test_a_decode_worker_that_refuses_all_links_keeps_no_lease() -> None:
-    """Most attempts have their first token from the prefill side all the same."""
+@pytest.mark.parametrize(
+    ("error", "times", "reason"),
+    [(LinkRefused("nobody listens"), 2, "refused"), (LinkLost("no route"), 12, "timeout")],
+    ids=["refused", "gives up"],
+)
+async def test_the_router_frees_the_lease_that_the_sender_cannot_reach(
+    error: LinkLost, times: int, reason: str
+) -> None:
     config = local_config(
-        router={"max_attempts": 8}, cluster={"silence_s": FOREVER_S, "beat_s": 0.05}
+        transfer={"progress_timeout_s": 0.3},
+        router={"max_attempts": 8},
+        cluster={"silence_s": FOREVER_S, "beat_s": 0.05},
     )
-    refuses = Unreachable(LinkRefused("nobody listens"), times=1_000)
-    async with local_system(config, connect=refuses) as system:
-        assert await system.generate(PROMPT, max_tokens=3) == expected(PROMPT, 3)
-        await system.settled()
-        attempts = system.timelines[0].attempts
-        assert attempts >= 3
-        sent = system.workers["prefill-0"].role.endings
-        assert sent["failed: refused"] >= attempts - 1
-        assert set(sent) <= {"failed: refused", "aborted"}
-        received = system.workers["decode-0"].role.endings
-        # The last token needs no decode worker.
-        assert dict(received) == {"released": attempts - 1}
-
-
-async def test_a_sender_that_gives_up_while_its_link_is_down_frees_the_lease() -> None:
-    """It cannot tell the receiver: the router does."""
-    config = local_config(
-        transfer={"progress_timeout_s": 0.1}, cluster={"silence_s": FOREVER_S, "beat_s": 0.05}
-    )
-    lost = Unreachable(LinkLost("no route"), times=4)
-    async with local_system(config, connect=lost) as system:
+    async with local_system(config, connect=Unreachable(error, times=times)) as system:
         assert await system.generate(PROMPT) == expected(PROMPT, 8)
         await system.settled()
         sent = system.workers["prefill-0"].role.endings
         received = system.workers["decode-0"].role.endings
-        assert sent["failed: timeout"] == received["released"] >= 1
+        assert sent[f"failed: {reason}"] == received["released"] >= 1
         assert sent["complete"] == received["complete"] == 1
-        assert set(sent) | set(received) == {"failed: timeout", "released", "complete"}
+        assert set(sent) | set(received) == {f"failed: {reason}", "released", "complete"}
