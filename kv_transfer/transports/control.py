@@ -7,12 +7,15 @@ Unix sockets have names in the abstract namespace, so nothing is left behind by 
 from __future__ import annotations
 
 import os
+import queue
 import secrets
 import socket
 import struct
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from kvferry.core.errors import LinkLost, LinkRefused
@@ -152,10 +155,11 @@ def dial_tcp(endpoint: str, timeout_s: float) -> socket.socket:
     deadline = time.monotonic() + timeout_s
     try:
         host, port = parse_address(endpoint.partition(":")[2])
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        found = addresses_of(host, port, timeout_s)
     except (ValueError, OSError) as error:
-        if isinstance(error, socket.gaierror) and error.errno == socket.EAI_AGAIN:
-            raise LinkLost(f"{endpoint}: {error.strerror}") from None
+        is_again = isinstance(error, socket.gaierror) and error.errno == socket.EAI_AGAIN
+        if is_again or isinstance(error, TimeoutError):
+            raise LinkLost(f"{endpoint}: {error}") from None
         raise LinkRefused(f"{endpoint!r} is no address: {error}") from None
     failure = OSError("no address")
     for family, _, _, _, address in found:
@@ -164,6 +168,35 @@ def dial_tcp(endpoint: str, timeout_s: float) -> socket.socket:
         except OSError as error:
             failure = error
     raise _why(endpoint, failure)
+
+
+def addresses_of(
+    host: str, port: int, timeout_s: float, look_up: Callable[..., Any] = socket.getaddrinfo
+) -> Any:
+    """What ``socket.getaddrinfo`` finds. Raises OSError; TimeoutError when it takes too long."""
+    with suppress(socket.gaierror):
+        # Addresses in digits need no name server, and no thread.
+        return look_up(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+    answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            answers.put(look_up(host, port, type=socket.SOCK_STREAM))
+        except (OSError, UnicodeError) as error:
+            answers.put(error)
+
+    # A look-up has no time limit of its own and cannot be called back: nobody waits for its end.
+    try:
+        threading.Thread(target=ask, name=f"kv-resolver {host}", daemon=True).start()
+    except RuntimeError as error:
+        raise OSError(str(error)) from None
+    try:
+        answer = answers.get(timeout=max(0.0, timeout_s))
+    except queue.Empty:
+        raise TimeoutError(f"no name server says where {host} is") from None
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
 
 
 def dial(family: int, address: str | tuple[Any, ...], timeout_s: float) -> socket.socket:
