@@ -96,6 +96,9 @@ class SenderSession:
             self._is_doubted = True
             return 0.0
         self._is_doubted = False
+        if self._sweep_s == -math.inf:
+            # What has just ended makes room for another attempt on its lease.
+            self._sweep_s = self._clock() + self._sweep()
         self._offer_more()
         if not self._slabs.pack():
             self._look_soon()

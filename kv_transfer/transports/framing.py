@@ -62,7 +62,9 @@ class Wakeup:
     def _wait(self, poll: select.poll, timeout_s: float) -> list[int] | None:
         ready = [fd for fd, _ in poll.poll(max(0, math.ceil(timeout_s * 1000)))]
         if self._event in ready:
-            os.eventfd_read(self._event)
+            with self._lock:
+                if not self._closed:
+                    os.eventfd_read(self._event)
             return None
         return ready
 

@@ -166,7 +166,8 @@ def test_a_lost_acknowledgement_is_given_again(make_pair) -> None:
 
 def test_headers_that_never_arrive_fail_the_attempt(make_pair) -> None:
     """B009."""
-    pair = make_pair(wrap=tampered(on(Header, lambda *_: 0)), progress_timeout_s=0.2)
+    # The sender gives up after two of these timeouts; the receiver the link, after three.
+    pair = make_pair(wrap=tampered(on(Header, lambda *_: 0)), progress_timeout_s=1.0)
     pair.expect()
     pair.send()
     event = pair.sent.next()

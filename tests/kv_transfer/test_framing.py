@@ -12,7 +12,7 @@ import pytest
 
 from kvferry.core.errors import LinkLost, ProtocolError
 from kvferry.kv_transfer.messages import MAX_FRAME
-from kvferry.kv_transfer.transports.framing import FrameSocket
+from kvferry.kv_transfer.transports.framing import FrameSocket, Wakeup
 
 
 @pytest.fixture
@@ -114,3 +114,11 @@ def test_a_wake_beforehand_is_kept_and_one_after_close_is_harmless(ends) -> None
     frames.close()
     frames.wake()
     frames.close()
+
+
+def test_a_wait_for_what_another_thread_has_closed_ends_at_once() -> None:
+    wakeup = Wakeup()
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        wakeup.close()
+        assert wakeup.wait_readable(ours, 20.0)

@@ -59,6 +59,7 @@ def test_packing_beside_the_computation_teaches_what_it_costs(
     """Two packs of a second each in the first layer's wake: here they stop the computation."""
     lessons = Lessons(policy)
     for _ in range(30):
+        bench.open()  # grants begin anew
         lessons.sent(sent(bench))
         bench.transfers.clear()
         lessons.sent(sent(bench, attempt=2))

@@ -230,6 +230,16 @@ def test_after_a_pause_of_ours_a_peer_that_spoke_is_not_silent() -> None:
         assert bench.session.turn() == pytest.approx(OPTIONS.beat_s)
 
 
+def test_an_attempt_that_has_just_ended_gives_its_slabs_back_before_the_next_on_its_lease() -> None:
+    bench = Bench()
+    bench.send()
+    bench.credit(1)
+    bench.session.handle(encode(Abort(key=key(), lease=1, reason=Reason.UNKNOWN)))
+    bench.begin(attempt=2)
+    assert Return(slab=1, grant=1) in bench.turn()
+    assert bench.transfers[1].job.key == key(2)
+
+
 def test_a_credit_counts_once() -> None:
     bench = Bench()
     transfer = bench.send()
