@@ -41,7 +41,14 @@ def test_every_kernel_is_described() -> None:
 
 
 def test_there_is_a_result_of_every_bench() -> None:
-    assert {path.stem for path in RESULTS} == {"engine", "kv_quality", "limits", "memory", "pd"}
+    assert {path.stem for path in RESULTS} == {
+        "engine",
+        "kv_quality",
+        "limits",
+        "memory",
+        "pd",
+        "transfer",
+    }
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
