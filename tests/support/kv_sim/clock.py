@@ -102,7 +102,7 @@ class Actor:
 
     def freeze(self, seconds: float) -> None:
         """Like a process that is stopped: what it was doing goes on later."""
-        self._frozen_until = self._agenda.now + seconds
+        self._frozen_until = max(self._frozen_until, self._agenda.now + seconds)
 
     def kill(self) -> None:
         """Like a process that is killed: it never runs again."""

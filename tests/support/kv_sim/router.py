@@ -16,6 +16,7 @@ from kvferry.proto import worker_pb2 as pb
 
 if TYPE_CHECKING:
     from kv_sim.session import Session
+    from kv_sim.workers import Worker
     from kv_sim.world import World
 
 MAX_ATTEMPTS = 6
@@ -78,6 +79,12 @@ class Router:
         self._mailboxes: dict[tuple[Session, int, int], Request] = {}
         self._over: set[tuple[Session, int, int]] = set()
         world.agenda.after(BEAT_S, self._beat)
+
+    def is_up_with(self, workers: list[Worker]) -> bool:
+        """Whether it has a session with each of these, and with nobody who is gone."""
+        return all(s.routable and not s.closed for s in self.sessions) and {
+            s.worker.name for s in self.sessions
+        } == {worker.name for worker in workers}
 
     def submit(self, request: Request) -> None:
         self.requests.append(request)

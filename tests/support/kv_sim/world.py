@@ -197,7 +197,7 @@ class World:
         """Whether all workers run and every router has a session with each."""
         workers = self.live_workers()
         return len(workers) == len(self.setup.shapes) and not any(
-            worker.paused or sum(s.routable and s.worker is worker for s in router.sessions) != 1
+            worker.paused or not router.is_up_with(workers)
             for router in self.routers
             if not router.dead
             for worker in workers
