@@ -4,6 +4,7 @@ say.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -51,6 +52,8 @@ class Request:
     attempt: int = 0
     outcome: str = ""
     expected: list[int] = field(default_factory=list)
+    unread: deque[Item] = field(default_factory=deque)
+    """What came while it slept."""
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
@@ -177,6 +180,7 @@ class Router:
         failures = 0
         while True:
             request.attempt += 1
+            request.unread.clear()
             known = len(request.tokens)
             try:
                 yield from self._attempt(request)
@@ -199,8 +203,8 @@ class Router:
     def _sleep(self, request: Request, seconds: float) -> Waiting:
         spine = self._spines[request.number]
         self.world.agenda.after(seconds, self._resume, request, spine, "timer")
-        while (yield) != "timer":
-            pass
+        while (item := (yield)) != "timer":
+            request.unread.append(item)
 
     def _choose(self, prefill: bool) -> Session:
         found = [s for s in self.sessions if s.routable and s.worker.is_prefill == prefill]
@@ -307,7 +311,7 @@ class Router:
 
     def _reply(self, request: Request, *kinds: str) -> Generator[None, Item, pb.WorkerMessage]:
         """The next reply, which must be one of ``kinds``. Raises AttemptOver, Refused."""
-        item = yield
+        item = request.unread.popleft() if request.unread else (yield)
         if isinstance(item, str):
             raise AttemptOver(item)
         kind = item.WhichOneof("kind") or ""
