@@ -192,7 +192,7 @@ class SenderSession:
         transfer.count_starving(self._clock())
 
     def _ack(self, ack: Ack) -> None:
-        transfer = self._slabs.settle(ack.grant, ack.index)
+        transfer = self._slabs.settle(ack)
         if transfer is None:
             return
         self.has_moved = True
@@ -203,7 +203,7 @@ class SenderSession:
 
     def _resend(self, resend: Resend) -> None:
         """The slab was damaged: it is the next to be granted."""
-        transfer = self._slabs.settle(resend.grant, resend.index)
+        transfer = self._slabs.settle(resend)
         if transfer is None:
             return
         self._table.moved(transfer)

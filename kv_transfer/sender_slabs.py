@@ -19,10 +19,12 @@ from kvferry.kv_transfer.handshake import Greeted
 from kvferry.kv_transfer.jobs import Reason
 from kvferry.kv_transfer.memory import Form, KvMemory
 from kvferry.kv_transfer.messages import (
+    Ack,
     Credit,
     Header,
     Message,
     Pull,
+    Resend,
     Return,
     SlabHeader,
 )
@@ -170,14 +172,18 @@ class GrantedSlabs:
             raise LinkLost(f"a slab is in flight for {self._stuck_s:g} s")
         return True
 
-    def settle(self, grant: int, index: int) -> Transfer | None:
-        """The receiver has done with a grant: the transfer that it was for, if it is live."""
-        held = self._held.get(grant)
-        if held is None or held.index != index or held.stage is Stage.GRANTED:
+    def settle(self, answer: Ack | Resend) -> Transfer | None:
+        """The receiver has done with a grant: the transfer that it was for, if it is live.
+
+        An answer that names another slab than the grant holds is one to an earlier use of its
+        number, over a link that is gone.
+        """
+        held = self._held.get(answer.grant)
+        if held is None or held.stage is Stage.GRANTED or not held.transfer.is_live:
             return None
-        if not held.transfer.is_live:
+        if (held.transfer.job.lease, held.index) != (answer.lease, answer.index):
             return None
-        del self._held[grant]
+        del self._held[answer.grant]
         return held.transfer
 
     def of(self, transfer: Transfer) -> list[GrantedSlab]:

@@ -76,6 +76,7 @@ def test_answers_about_other_grants_or_slabs_are_nothing(kind) -> None:
     assert bench.hear(kind(lease=1, index=0, grant=7)) == []
     bench.land(1)
     assert bench.hear(kind(lease=1, index=3, grant=1)) == []
+    assert bench.hear(kind(lease=2, index=0, grant=1)) == [], "of a link that is gone"
     assert (transfer.acked, list(transfer.unsent)) == (set(), [1, 2, 3])
 
 
