@@ -32,7 +32,9 @@ class Agenda:
 
     def at(self, when: float, call: Callable[..., None], *arguments: Any) -> None:
         self._number += 1
-        heapq.heappush(self._heap, (max(when, self.now), self._number, call, arguments))
+        if when < self.now:
+            when = self.now
+        heapq.heappush(self._heap, (when, self._number, call, arguments))
 
     def after(self, seconds: float, call: Callable[..., None], *arguments: Any) -> None:
         self.at(self.now + seconds, call, *arguments)
@@ -57,7 +59,8 @@ class Agenda:
 
     def _next(self) -> None:
         when, _, call, arguments = heapq.heappop(self._heap)
-        self.now = max(self.now, when)
+        if when > self.now:
+            self.now = when
         self.events += 1
         if self.now > HORIZON_S or self.events > MAX_EVENTS:
             raise Hang(f"still busy after {self.now:.1f} s and {self.events} events")

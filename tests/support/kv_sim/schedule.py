@@ -10,7 +10,7 @@ from kv_sim.defects import Defect
 from kv_sim.faults import WEIGHTS, wire_goes_bad
 from kv_sim.world import World
 
-FAULTY_S = 3.0
+FAULTY_S = 2.0
 """Faults happen before this."""
 LONGEST_S = 30.0
 """All must be at rest by then, however bad it was."""
@@ -19,7 +19,7 @@ DEFECTS = {"blocks_given_away", "leases_mixed_up"}
 PATIENCE_S = 45.0
 CHECK_S = 0.2
 NUM_PROBES = 1
-NUM_REQUESTS = (1, 2, 3, 4)
+NUM_REQUESTS = (1, 2, 2, 3)
 NUM_FAULTS = (0, 1, 2, 3, 5, 8)
 MEDDLING = (0.0, 0.0, 0.05, 0.2)
 """Chance that a copy or a flight is meddled with."""
@@ -74,7 +74,7 @@ def _play(world: World, result: Result) -> None:
     draw, agenda = world.random, world.agenda
     agenda.after(0.0, world.invariants.watch)
     for _ in range(draw.choice(NUM_REQUESTS)):
-        agenda.at(draw.random() * FAULTY_S / 3, world.arrive)
+        agenda.at(draw.random() * FAULTY_S / 2, world.arrive)
     faults, weights = list(WEIGHTS), list(WEIGHTS.values())
     num_faults = draw.choice(NUM_FAULTS)
     drawn = draw.choices(faults, weights, k=num_faults)
@@ -83,7 +83,7 @@ def _play(world: World, result: Result) -> None:
         agenda.at(draw.random() ** 2 * FAULTY_S, world.happen, fault)
     if num_faults:
         world.meddling.chance = draw.choice(MEDDLING)
-    agenda.pass_time(FAULTY_S / 3)
+    agenda.pass_time(FAULTY_S / 2)
     result.leak = _rest(world)
     if result.leak:
         return

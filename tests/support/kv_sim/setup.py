@@ -43,7 +43,7 @@ def draw_setup(draw: Random) -> Setup:
         decode=tuple(_shape(draw, f"D{i}", False) for i in range(draw.choice((1, 1, 2)))),
         num_routers=draw.choice((1, 1, 2)),
         growth_tokens=draw.choice((1, 2, 4, 8)),
-        slab_bytes=draw.choice((128, 384, 512, 1024, 4096)),
+        slab_bytes=draw.choice((192, 512, 1024, 4096)),
         num_slabs=draw.randint(1, 4),
         least_bytes=draw.choice((0.0, 0.0, 100.0, NEVER)),
         tempo=draw.choice((1.0, 3.0, 6.0)),
@@ -59,6 +59,6 @@ def _shape(draw: Random, name: str, is_prefill: bool) -> Shape:
         is_prefill=is_prefill,
         block_size=block_size,
         num_blocks=tokens // block_size,
-        max_batch_tokens=draw.choice((3, 8, 40)),
+        max_batch_tokens=draw.choice((5, 12, 40)),
         dtype=draw.choice((torch.float32, torch.float64)),
     )
