@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 MAX_ATTEMPTS = 6
 """Without a token between them."""
-BEAT_S = 0.75
+BEAT_S = 1.0
 RETRY_S = 0.05
 
 Item = pb.WorkerMessage | str

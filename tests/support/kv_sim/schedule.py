@@ -19,6 +19,8 @@ DEFECTS = {"blocks_given_away", "leases_mixed_up"}
 PATIENCE_S = 45.0
 CHECK_S = 0.2
 NUM_PROBES = 1
+PROBED = 0.6
+"""Of the schedules with faults."""
 NUM_REQUESTS = (1, 2, 2, 3)
 NUM_FAULTS = (0, 1, 2, 3, 5, 8)
 MEDDLING = (0.0, 0.0, 0.05, 0.2)
@@ -89,6 +91,7 @@ def _play(world: World, result: Result) -> None:
         return
     if num_faults:
         agenda.pass_time(max(0.0, FAULTY_S - agenda.now))
+    if num_faults and draw.random() < PROBED:
         _probe(world, result)
     world.invariants.check_end()
     for request in world.requests():

@@ -26,7 +26,7 @@ from kvferry.kv_transfer.transports.faults import Chances, Fault, Faults, LinkFa
 from kvferry.kv_transfer.transports.faulty import FaultyChannel
 from kvferry.proto import worker_pb2 as pb
 
-BEAT_S = 0.75
+BEAT_S = 1.0
 SILENCE_S = 3.0
 PROGRESS_S = 1.5
 RESTART_S = 0.3
