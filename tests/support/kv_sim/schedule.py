@@ -22,7 +22,7 @@ NUM_PROBES = 1
 PROBED = 0.6
 """Of the schedules with faults."""
 NUM_REQUESTS = (1, 2, 2, 3)
-NUM_FAULTS = (0, 1, 2, 3, 5, 8)
+NUM_FAULTS = (0, 1, 2, 3, 4, 7)
 MEDDLING = (0.0, 0.0, 0.05, 0.2)
 """Chance that a copy or a flight is meddled with."""
 

@@ -69,6 +69,7 @@ def play(seed: int, goes_on: Callable[[Tally], bool]) -> Tally:
     # Steps that fail on purpose would fill the log.
     logging.disable(logging.CRITICAL)
     gc.collect()
+    gc.freeze()  # what was there before is looked at no more
     gc.disable()
     try:
         while goes_on(tally) and len(tally.failures) < 3:
@@ -77,6 +78,7 @@ def play(seed: int, goes_on: Callable[[Tally], bool]) -> Tally:
                 gc.collect()
     finally:
         gc.enable()
+        gc.unfreeze()
         logging.disable(logging.NOTSET)
     return tally
 
