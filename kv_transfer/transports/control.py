@@ -44,6 +44,18 @@ class SocketChannel(ABC):
     def receive(self, timeout_s: float, limit: int = MAX_FRAME) -> bytes | None:
         return self.frames.receive(timeout_s, limit)
 
+    def next_frame(self, timeout_s: float, limit: int) -> bytes:
+        """What the peer says while the data path is opened; wakes are for later.
+
+        Raises LinkLost when it says nothing, ProtocolError for a frame above ``limit``.
+        """
+        deadline = time.monotonic() + timeout_s
+        while (left_s := deadline - time.monotonic()) > 0:
+            frame = self.receive(left_s, limit)
+            if frame is not None:
+                return frame
+        raise LinkLost("the peer opens no data path")
+
     def wake(self) -> None:
         self.frames.wake()
 

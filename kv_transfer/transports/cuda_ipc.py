@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from collections.abc import Callable
 from functools import cache
 from typing import Annotated, Protocol
@@ -129,7 +128,7 @@ class IpcChannel(SocketChannel):
         return IpcSlabs(self._owned, self._device, num_slabs, slab_bytes)
 
     def open_outlet(self, num_slabs: int, slab_bytes: int, timeout_s: float) -> IpcSlabs:
-        shared = decode(_decoder, self._next_frame(timeout_s))
+        shared = decode(_decoder, self.next_frame(timeout_s, MAX_HANDSHAKE_FRAME))
         reason = self._driver.why_not_reach(shared.uuid)
         if reason is not None:
             raise LinkRefused(reason)
@@ -140,15 +139,6 @@ class IpcChannel(SocketChannel):
         if nbytes < num_slabs * _stride(slab_bytes):
             raise ProtocolError("the peer's slab memory is smaller than it announced")
         return IpcSlabs(self._opened, self._device, num_slabs, slab_bytes)
-
-    def _next_frame(self, timeout_s: float) -> bytes:
-        """Wakes are for the link, and are ignored here."""
-        deadline = time.monotonic() + timeout_s
-        while (left_s := deadline - time.monotonic()) > 0:
-            frame = self.receive(left_s, MAX_HANDSHAKE_FRAME)
-            if frame is not None:
-                return frame
-        raise LinkLost("the peer hands over no slab memory")
 
     def close(self) -> None:
         opened, self._opened = self._opened, None

@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import mmap
-import time
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -189,7 +188,7 @@ class NixlChannel(SocketChannel):
             raise
 
     def open_outlet(self, num_slabs: int, slab_bytes: int, timeout_s: float) -> NixlOutlet:
-        frame = self._next_frame(timeout_s)
+        frame = self.next_frame(timeout_s, 2 * MAX_METADATA)
         try:
             remote = _memory_decoder.decode(frame)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -200,14 +199,6 @@ class NixlChannel(SocketChannel):
         except ProtocolError:
             agent.close()
             raise
-
-    def _next_frame(self, timeout_s: float) -> bytes:
-        deadline = time.monotonic() + timeout_s
-        while (left_s := deadline - time.monotonic()) > 0:
-            frame = self.receive(left_s, 2 * MAX_METADATA)
-            if frame is not None:
-                return frame
-        raise LinkLost("the peer hands over no slab memory")
 
 
 def listen_nixl(host: str) -> SocketListener:

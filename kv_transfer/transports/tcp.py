@@ -64,7 +64,11 @@ class TcpChannel(SocketChannel):
 
     def open_outlet(self, num_slabs: int, slab_bytes: int, timeout_s: float) -> TcpOutlet:
         deadline = time.monotonic() + timeout_s
-        setup = self._setup(deadline)
+        frame = self.next_frame(timeout_s, _SETUP_LIMIT)
+        try:
+            setup = _decoder.decode(frame)
+        except msgspec.DecodeError as error:
+            raise ProtocolError(f"not the setup of a tcp link: {error}") from None
         socks: list[socket.socket] = []
         try:
             for _ in range(setup.streams):
@@ -82,16 +86,6 @@ class TcpChannel(SocketChannel):
         if path is not None:
             path.close()
         super().close()
-
-    def _setup(self, deadline: float) -> _Setup:
-        while (left_s := deadline - time.monotonic()) > 0:
-            frame = self.receive(left_s, _SETUP_LIMIT)
-            if frame is not None:
-                try:
-                    return _decoder.decode(frame)
-                except msgspec.DecodeError as error:
-                    raise ProtocolError(f"not the setup of a tcp link: {error}") from None
-        raise LinkLost("the peer opens no data path")
 
     def _dial_stream(self, token: bytes, deadline: float) -> socket.socket:
         """A stream to where the control channel goes. Raises OSError."""

@@ -116,7 +116,7 @@ def test_a_sender_that_never_opens_is_no_leak(sides: Sides) -> None:
 
 
 def test_a_receiver_that_shares_nothing_is_waited_for_no_longer_than_said(sides: Sides) -> None:
-    with pytest.raises(LinkLost, match="no slab memory"):
+    with pytest.raises(LinkLost, match="opens no data path"):
         sides.sender.open_outlet(NUM_SLABS, SLAB_BYTES, 0.05)
 
 
