@@ -36,10 +36,10 @@ class Lease:
     offered_s: float | None = None
     """When its sender first stood ready; what came before is the prompt's computation."""
     account: Account = field(default_factory=Account)
-    watchers: set[Callable[[], None]] = field(default_factory=set)
-    """Wake the links that have offered for it."""
-    waiting: set[Callable[[], None]] = field(default_factory=set)
-    """Wake the links that hold a slab until the scatter returns."""
+    watchers: dict[Callable[[], None], None] = field(default_factory=dict)
+    """Wake the links that have offered for it, in that order."""
+    waiting: dict[Callable[[], None], None] = field(default_factory=dict)
+    """Wake the links that hold a slab until the scatter returns, first come first."""
     _parts: dict[int, int] = field(default_factory=dict)
     """Bytes that each of the sender's ranks announced."""
     _next_index: dict[int, int] = field(default_factory=dict)

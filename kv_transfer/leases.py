@@ -93,7 +93,7 @@ class LeaseTable:
         with self._changing() as news:
             if self._refusal(source, key, lease_id) is None:
                 lease = self._leases[lease_id]
-                lease.watchers.discard(source.wake)
+                lease.watchers.pop(source.wake, None)
                 self._end(lease, Event.FAIL, lease.failed(Reason.ABORTED, detail), news)
 
     def stuck(self, header: SlabHeader) -> Verdict:
@@ -139,7 +139,7 @@ class LeaseTable:
             lease.state = advance(lease.state, Event.OFFER)
             lease.peer = source.peer
             lease.account.transport = source.transport
-            lease.watchers.add(source.wake)
+            lease.watchers[source.wake] = None
             if lease.offered_s is None:
                 lease.offered_s = self._clock()
             return Verdict(Answer.ACK)
@@ -148,8 +148,8 @@ class LeaseTable:
         """A link is closed: it is not to be woken any more."""
         with self._changed:
             for lease in self._leases.values():
-                lease.watchers.discard(source.wake)
-                lease.waiting.discard(source.wake)
+                lease.watchers.pop(source.wake, None)
+                lease.waiting.pop(source.wake, None)
 
     def refusal(self, source: Source, key: AttemptKey, lease_id: LeaseId) -> Verdict | None:
         """The answer to whoever names a lease that does not take slabs; None when it does."""
@@ -174,7 +174,7 @@ class LeaseTable:
                 return self._count(verdict)
             lease = self._leases[LeaseId(header.lease)]
             if lease.state is State.COPYING:
-                lease.waiting.add(source.wake)
+                lease.waiting[source.wake] = None
                 return Verdict(Answer.WAIT)
             if lease.has(source.rank, header):
                 return self._count(Verdict(Answer.ACK, Reason.DUPLICATE))
@@ -217,7 +217,7 @@ class LeaseTable:
                 self._end(lease, Event.FAIL, lease.failed(verdict.reason, verdict.detail), news)
             elif verdict.is_last:
                 # Its last Ack says it all; other links of the lease are told by a Complete.
-                lease.watchers.discard(source.wake)
+                lease.watchers.pop(source.wake, None)
                 self._end(lease, Event.COMPLETE, lease.done(self._clock()), news)
             return verdict
 

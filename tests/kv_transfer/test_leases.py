@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -13,12 +14,14 @@ from lease_table import (
     MOVES,
     NBYTES,
     ONE,
+    PEER,
     TOKENS,
     Leases,
     Wakes,
     failed,
     header,
     key,
+    offer,
 )
 
 from kvferry.core.ids import Incarnation, LeaseId
@@ -34,7 +37,7 @@ from kvferry.kv_transfer.jobs import (
 )
 from kvferry.kv_transfer.layout import Span
 from kvferry.kv_transfer.plan import SlabMove
-from kvferry.kv_transfer.verdicts import Answer, Outcome
+from kvferry.kv_transfer.verdicts import Answer, Outcome, Source
 
 
 @pytest.fixture
@@ -226,6 +229,15 @@ def test_an_end_wakes_the_links_that_offered_but_not_the_one_that_aborted(offere
     assert offered.offer(other, nbytes=0).answer is Answer.ACK
     offered.table.abort(offered.link.source, key(), ONE, "")
     assert (offered.link.count, other.count, stranger.count) == (0, 1, 0)
+
+
+def test_links_are_woken_in_the_order_in_which_they_offered(leases: Leases) -> None:
+    woken: list[int] = []
+    for rank in range(12):
+        source = Source(PEER, rank, "loopback", partial(woken.append, rank))
+        assert leases.table.offered(source, offer(nbytes=0, ranks=13)).answer is Answer.ACK
+    leases.table.release(ONE)
+    assert woken == list(range(12))
 
 
 def test_other_attempts_are_stale_and_strangers_unknown(offered: Leases) -> None:
