@@ -25,7 +25,7 @@ class Peering:
         """(prefill, decode) -> incarnation of the prefill worker, and what it said."""
 
     def update(self) -> None:
-        """Tell whoever does not know. Cheap when all do."""
+        """Tell whoever does not know."""
         decode = self._views(Role.DECODE)
         incarnations = [view.hello.incarnation for view in decode]
         for session in self._sessions:

@@ -53,6 +53,7 @@ class Router:
             index=self._index,
             accept=self._refusal,
             changed=self._changed,
+            came_or_left=self._came_or_left,
             transfers=self._transfers,
             links=self._measured,
             beat_s=config.cluster.beat_s,
@@ -136,8 +137,11 @@ class Router:
                 return f"worker {session.view.worker_id} completed no step for {stalled_s:.0f} s"
         return ""
 
-    def _changed(self) -> None:
+    def _came_or_left(self) -> None:
         self._peering.update()
+        self._changed()
+
+    def _changed(self) -> None:
         self._dispatcher.pump()
         self._state_changed.set()
 

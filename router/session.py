@@ -56,7 +56,9 @@ class SessionContext:
     accept: Callable[[WorkerView], str]
     """Why a worker whose hello has come does not fit the others; empty when it does."""
     changed: Callable[[], None]
-    """Called when a worker's state or load has changed."""
+    """Called when a worker's load has changed."""
+    came_or_left: Callable[[], None]
+    """Called when a worker's state has changed."""
     transfers: TransferTotals
     links: Callable[[WorkerView, pb.Links], None]
     """Called with what a worker measured of its ways to another one."""
@@ -155,7 +157,7 @@ class WorkerSession:
         if refusal:
             raise ProtocolError(refusal)
         view.state, view.reason = WorkerState.CATCHING_UP, ""
-        self._context.changed()
+        self._context.came_or_left()
 
     async def _read_all(self, stream: Stream) -> None:
         clock = asyncio.get_running_loop().time
@@ -233,7 +235,7 @@ class WorkerSession:
         self._context.index.forget(view.number)
         for mailbox in self._mailboxes.values():
             mailbox.put(Lost(view.worker_id))
-        self._context.changed()
+        self._context.came_or_left()
 
 
 def token_logprob(message: pb.Logprob) -> TokenLogprob:

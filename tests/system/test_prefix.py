@@ -131,6 +131,7 @@ async def watching(addresses: list[WorkerAddress]) -> AsyncIterator[Watcher]:
         index=index,
         accept=lambda view: "",
         changed=lambda: None,
+        came_or_left=lambda: None,
         transfers=TransferTotals(),
         links=lambda view, links: None,
         beat_s=0.05,
