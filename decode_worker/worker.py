@@ -57,7 +57,8 @@ class DecodeWorker:
             memory,
             link_options(config, secret, incarnation),
             lambda event: self.loop.post(event),
-            listeners(config, pool.host),
+            # A worker that prefills for itself takes no KV from outside.
+            listeners(config, pool.host) if pool.role == "decode" else [],
             clock,
         )
         self.hello.kv_endpoints.extend(endpoint_messages([self.receiver.endpoints]))

@@ -51,3 +51,12 @@ async def test_strangers_while_a_worker_serves(transport: str) -> None:
         assert await system.generate(PROMPT[5:]) == expected(PROMPT[5:], 8)
         assert not Marker.touched
         await system.settled()
+
+
+async def test_a_worker_that_takes_no_kv_has_no_such_port() -> None:
+    config = local_config(
+        prefill={"workers": 0}, decode={"role": "both"}, transfer={"transport": "auto"}
+    )
+    async with local_system(config) as system:
+        assert not system.workers["both-0"].hello.kv_endpoints
+        assert await system.generate(PROMPT) == expected(PROMPT, 8)
