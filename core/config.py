@@ -90,6 +90,10 @@ class PoolConfig(Section):
         "host that a worker is on.",
     )
 
+    def cache_dtype(self, model: ModelConfig) -> str:
+        """Element type of this pool's KV caches."""
+        return self.kv_dtype or model.kv_dtype or model.dtype
+
 
 class PrefillConfig(PoolConfig):
     """The prefill pool."""
@@ -232,7 +236,7 @@ class Config(Section):
 
     def kv_dtype(self, pool: PoolConfig) -> str:
         """Element type of the KV caches of a pool."""
-        return pool.kv_dtype or self.model.kv_dtype or self.model.dtype
+        return pool.cache_dtype(self.model)
 
     @property
     def kv_wire(self) -> str:

@@ -30,8 +30,7 @@ def load_backend(
     """
     torch.set_num_threads(pool.threads)
     spec = read_spec(folder, model.max_model_len)
-    kv_dtype = pool.kv_dtype or model.kv_dtype or model.dtype
-    kv = allocate_kv(spec, getattr(torch, kv_dtype), pool, pool_name)
+    kv = allocate_kv(spec, getattr(torch, pool.cache_dtype(model)), pool, pool_name)
     runner = ModelRunner(
         load_model(folder, getattr(torch, model.dtype), model.max_model_len), kv, vocab_size
     )
