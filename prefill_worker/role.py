@@ -128,15 +128,16 @@ class PrefillRole:
         plan = self._batch.plan()
         if plan is None:
             return None
-        seqs = [seq for seq in self._batch.planned.seqs if _goes_out(seq)]
-        self._begun = [seq for seq in seqs if not (seq.sending or seq.sent)]
+        ends = (plan.context_lens + plan.query_lens).tolist()
+        chunks = zip(self._batch.planned.seqs, ends, strict=True)
+        going = [(seq, end) for seq, end in chunks if _goes_out(seq)]
+        self._begun = [seq for seq, _ in going if not (seq.sending or seq.sent)]
         for seq in self._begun:
             assert seq.target is not None
             blocks = block_table(self.sequences.pool, seq.blocks)
             self._sender.begin(send_job(seq.key, seq.target, seq.spec.token_ids, blocks))
             seq.sending = True
-        ends = dict(zip(self._batch.planned.seqs, plan.context_lens + plan.query_lens, strict=True))
-        self._pushed = [(seq, int(ends[seq])) for seq in seqs if seq.sending]
+        self._pushed = [(seq, end) for seq, end in going if seq.sending]
         return plan
 
     def layer_listener(self) -> LayerDone | None:
