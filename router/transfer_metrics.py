@@ -19,19 +19,18 @@ class TransferMetrics(Collector):
         self._status = status
 
     def collect(self) -> Iterator[Family]:
-        status = self._status()
-        yield from _by_operation(status)
-        yield from _by_transport(status)
-        yield from _by_worker(status)
-        yield from _links(status)
+        return _families(self._status())
 
     def describe(self) -> Iterator[Family]:
         """Names without values: nothing is asked of the engine when this is registered."""
-        status = kvferry_pb2.StatusResponse()
-        yield from _by_operation(status)
-        yield from _by_transport(status)
-        yield from _by_worker(status)
-        yield from _links(status)
+        return _families(kvferry_pb2.StatusResponse())
+
+
+def _families(status: kvferry_pb2.StatusResponse) -> Iterator[Family]:
+    yield from _by_operation(status)
+    yield from _by_transport(status)
+    yield from _by_worker(status)
+    yield from _links(status)
 
 
 def _by_operation(status: kvferry_pb2.StatusResponse) -> Iterator[Family]:
@@ -80,8 +79,8 @@ def _by_worker(status: kvferry_pb2.StatusResponse) -> Iterator[Family]:
     ):
         family = CounterMetricFamily(f"kvferry_{name}", help_text, labels=("worker", label))
         for worker in status.workers:
-            for name, count in getattr(worker, field).items():
-                family.add_metric((worker.worker_id, name), count)
+            for what, count in getattr(worker, field).items():
+                family.add_metric((worker.worker_id, what), count)
         yield family
 
 
