@@ -42,7 +42,7 @@ async def ray_runtime(config: Config) -> AsyncIterator[PlacementGroup]:
         try:
             wanted = bundles(config, ray.cluster_resources())
             group = placement_group(wanted, strategy=strategy(config))
-            await _placed(group, config)
+            await _placed(group, wanted, config.cluster.start_timeout_s)
             try:
                 yield group
             finally:
@@ -115,12 +115,12 @@ def start_ray(config: Config, clean: str, init: Callable[..., object] = ray.init
             log.warning("Ray was not up in time; trying again")
 
 
-async def _placed(group: PlacementGroup, config: Config) -> None:
+async def _placed(group: PlacementGroup, wanted: list[dict[str, float]], timeout_s: float) -> None:
     try:
-        async with asyncio.timeout(config.cluster.start_timeout_s):
+        async with asyncio.timeout(timeout_s):
             await group.ready()
     except TimeoutError:
         raise StartupError(
-            f"no host has room for all workers ({bundles(config)}): "
+            f"there is no room for all workers ({wanted}): "
             "lower prefill.workers, decode.workers or their threads, or add a larger node"
         ) from None

@@ -23,7 +23,7 @@ class PrefillActor:
         worker_id: str,
         config: dict[str, Any],
         secret: str,
-        node_address: Callable[[], str] = lambda: "127.0.0.1",
+        node_address: Callable[[], str],
     ) -> None:
         logging.basicConfig(format=f"%(levelname)s {worker_id} %(name)s: %(message)s")
         self._worker_id = worker_id
