@@ -23,7 +23,7 @@ class ModelIdentity:
     """Element type of the computation."""
 
     def root(self, kv_flavour: str) -> BlockHash:
-        """Root of the block hash chain of a cache: see ``core.config.kv_flavour``."""
+        """Root of the block hash chain of a cache: see ``core.dtypes.kv_flavour``."""
         return root_hash(self.hash_scheme, self.weights, "", self.dtype, kv_flavour)
 
 

@@ -44,7 +44,7 @@ class Role(Protocol):
     ports: dict[Incarnation, RouterPort]
 
     def receive(self, port: RouterPort, message: pb.RouterMessage) -> None:
-        """A Reserve, Prefill or Start."""
+        """A Reserve, Prefill, Start or Peers."""
         ...
 
     def transferred(self, event: object) -> None:

@@ -1,6 +1,4 @@
-"""What this router heard of KV moved between its workers: totals by transport, and the ways there
-are.
-"""
+"""What this router heard of KV moved between its workers: totals by transport."""
 
 from __future__ import annotations
 
