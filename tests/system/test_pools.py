@@ -121,7 +121,6 @@ async def test_a_lossy_wire_works_and_its_blocks_have_names_of_their_own(
     async with local_system(exact, tiny.backends()) as system:
         exact_root = system.workers["decode-0"].hello.root_hash
         prefill_root = system.workers["prefill-0"].hello.root_hash
-        exact_bytes = 0
         tokens = await system.generate(prompt)
         exact_bytes = system.timelines[0].transfer_bytes
     assert exact_root == prefill_root

@@ -38,8 +38,6 @@ class Result:
     outcomes: Counter[str] = field(default_factory=Counter)
     covered: Counter[str] = field(default_factory=Counter)
     trace: list[str] = field(default_factory=list)
-    virtual_s: float = 0.0
-
     wrong_tokens: int = 0
     leaked: int = 0
     """Blocks held at the end by nobody who may."""
@@ -68,7 +66,6 @@ def run_schedule(seed: int, *, trace: bool = False, defect: Defect = Defect.NONE
         result.hang = result.hang or ("" if result.leaked else result.leak)
     result.covered = world.covered
     result.trace = world.trace or []
-    result.virtual_s = world.agenda.now
     return result
 
 

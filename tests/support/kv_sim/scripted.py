@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kv_sim.invariants import RECLAIM_S
 from kv_sim.router import Request, Router
 from kv_sim.setup import Setup
 from kv_sim.workers import DecodeSide, PrefillSide
@@ -12,7 +13,6 @@ from kv_sim.world import World
 from kvferry.engine.sequences import State
 
 STEP_S = 0.001
-RECLAIM_S = 1.0
 
 
 class Script:

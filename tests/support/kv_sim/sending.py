@@ -8,7 +8,7 @@ from kv_sim.memory import SlowMemory
 from kv_sim.wire import SimChannel, Wire, make_link
 from kv_sim.workers import PrefillSide
 from kvferry.core.errors import LinkLost, LinkRefused, ProtocolError, TransferFailed
-from kvferry.core.ids import AttemptKey, Incarnation
+from kvferry.core.ids import AttemptKey
 from kvferry.kv_transfer.handshake import Greeted
 from kvferry.kv_transfer.jobs import Reason, SendEvent, SendJob
 from kvferry.kv_transfer.layout import head_nbytes
@@ -62,9 +62,6 @@ class Sending:
     def abort(self, key: AttemptKey) -> None:
         for transfer in self.table.abort(key):
             transfer.wake()
-
-    def probe(self, peer: Incarnation, rank: int, endpoints: tuple[str, ...]) -> None:
-        """There is one way to each peer."""
 
     def open_links(self) -> list[Link]:
         return [link for link in self.links.values() if link.channel is not None]

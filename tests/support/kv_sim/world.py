@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import traceback
 from collections import Counter
-from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -12,6 +11,7 @@ from fake_engine_model import VOCAB_SIZE
 
 from kv_sim.clock import Agenda
 from kv_sim.defects import Defect
+from kv_sim.faults import Happening
 from kv_sim.invariants import Invariants
 from kv_sim.meddling import Meddling
 from kv_sim.pace import Pace
@@ -30,9 +30,6 @@ BEAT_S = 1.0
 SILENCE_S = 3.0
 PROGRESS_S = 1.5
 RESTART_S = 0.3
-
-
-Happening = Callable[["World"], None]
 
 
 class World:
