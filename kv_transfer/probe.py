@@ -93,6 +93,7 @@ class _Filled:
     """A sample in granted memory."""
 
     message: Sample
+    awaits_pull: bool
     is_flying: bool = False
 
 
@@ -168,8 +169,8 @@ class _Probe:
             digest=digest,
         )
         self._num_filled += 1
-        filled = self._filled[credit.grant] = _Filled(sample)
-        if self._outlet.is_pulled:
+        filled = self._filled[credit.grant] = _Filled(sample, self._outlet.is_pulled)
+        if filled.awaits_pull:
             self._send(sample)
         else:
             self._push(filled)
@@ -186,7 +187,7 @@ class _Probe:
 
     def _push(self, filled: _Filled) -> None:
         sample = filled.message
-        filled.is_flying = True
+        filled.awaits_pull, filled.is_flying = False, True
         self._outlet.push(sample.slab, sample.grant, sample.nbytes)
         self._land()
 
@@ -222,7 +223,7 @@ class _Probe:
                 self._credits.append(message)
             case Pull():
                 filled = self._filled.get(message.grant)
-                if filled is None:
+                if filled is None or not filled.awaits_pull:
                     raise ProtocolError("a pull of a slab that was not announced")
                 self._push(filled)
             case Ack():

@@ -143,6 +143,25 @@ def test_no_more_samples_than_were_asked_for(make_peer) -> None:
     assert len(peer.heard) == 1 + PINGS + 2 * MAX_SAMPLES
 
 
+def pulled(push: Callable[[int, int, int], None]) -> Callable[..., Any]:
+    """Connects to a path that is pulled; ``push`` is what its pushes do."""
+
+    def connect_pulled(endpoint: str, timeout_s: float) -> Any:
+        channel = connect(endpoint, timeout_s)
+        inner = channel.open_outlet
+
+        def open_outlet(*arguments: Any) -> LoopbackSlabs:
+            outlet: Any = inner(*arguments)
+            outlet.is_pulled = True
+            outlet.push = push
+            return outlet
+
+        channel.open_outlet = open_outlet
+        return channel
+
+    return connect_pulled
+
+
 def test_a_path_that_pulls_is_pushed_at_its_pulls(make_peer) -> None:
     pushed: list[tuple[int, int]] = []
 
@@ -158,23 +177,11 @@ def test_a_path_that_pulls_is_pushed_at_its_pulls(make_peer) -> None:
     peer = make_peer(act, is_pulled=True)
     peer.pushed = threading.Event()
 
-    def connect_pulled(endpoint: str, timeout_s: float) -> Any:
-        channel = connect(endpoint, timeout_s)
-        inner = channel.open_outlet
+    def push(slab: int, grant: int, nbytes: int) -> None:
+        pushed.append((slab, grant))
+        peer.pushed.set()
 
-        def open_outlet(*arguments: Any) -> LoopbackSlabs:
-            outlet: Any = inner(*arguments)
-            outlet.is_pulled = True
-            outlet.push = lambda slab, grant, nbytes: (
-                pushed.append((slab, grant)),
-                peer.pushed.set(),
-            )
-            return outlet
-
-        channel.open_outlet = open_outlet
-        return channel
-
-    measure(peer.listener.endpoint, connect_pulled, peer.options, 0, ("xxh3",), BRIEF)
+    measure(peer.listener.endpoint, pulled(push), peer.options, 0, ("xxh3",), BRIEF)
     samples = [message for message in peer.heard if isinstance(message, Sample)]
     assert pushed == [(sample.slab, sample.grant) for sample in samples]
 
@@ -207,6 +214,24 @@ def test_a_pull_of_what_was_not_announced_ends_the_probe(make_peer) -> None:
     peer = make_peer(lambda peer, message: peer.send(Pull(slab=0, grant=9)))
     with pytest.raises(ProtocolError, match="not announced"):
         probe(peer)
+
+
+@pytest.mark.parametrize("is_pulled", [False, True], ids=["pushed", "pulled"])
+def test_a_pull_on_a_pushed_path_and_a_second_pull_end_the_probe(make_peer, is_pulled) -> None:
+    pushed: list[int] = []
+
+    def act(peer: Peer, message: Message) -> None:
+        if isinstance(message, Sample):
+            for _ in range(1 + is_pulled):
+                peer.send(Pull(slab=message.slab, grant=message.grant))
+        plays_along(peer, message)
+
+    peer = make_peer(act)
+    connect_to = pulled(lambda slab, grant, nbytes: pushed.append(grant)) if is_pulled else connect
+    with pytest.raises(ProtocolError, match="not announced"):
+        measure(peer.listener.endpoint, connect_to, peer.options, 0, ("xxh3",), BRIEF)
+    assert pushed == [1] * is_pulled
+    assert [type(message) for message in peer.heard] == [Measure, Sample]
 
 
 def test_a_peer_that_refuses_is_heard(make_peer, make_options) -> None:
