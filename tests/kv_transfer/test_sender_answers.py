@@ -43,13 +43,16 @@ def test_a_pull_of_what_was_not_announced_ends_the_link(pull: Pull) -> None:
 
 
 def test_a_pull_on_a_pushed_path_and_a_second_pull_end_the_link() -> None:
-    for bench in (Bench(), Bench(is_pulled=True)):
+    """Whether the first has landed or is still in flight."""
+    for bench in (Bench(), Bench(is_pulled=True), Bench(is_pulled=True, lands=False)):
         bench.send()
         bench.credit(1)
         if bench.outlet.is_pulled:
             bench.hear(Pull(slab=1, grant=1))
+        pushed = list(bench.outlet.pushed)
         with pytest.raises(ProtocolError, match="not announced"):
             bench.session.handle(encode(Pull(slab=1, grant=1)))
+        assert bench.outlet.pushed == pushed
 
 
 def test_a_damaged_slab_is_the_next_to_be_granted() -> None:
