@@ -121,18 +121,18 @@ class IpcChannel(SocketChannel):
     def open_inlet(self, num_slabs: int, slab_bytes: int, timeout_s: float) -> IpcSlabs:
         try:
             self._owned = self._driver.allocate(num_slabs * _stride(slab_bytes))
-            handle = self._driver.export(self._owned)
+            shared = Shared(handle=self._driver.export(self._owned), uuid=self._driver.uuid)
         except CudaError as error:
             raise LinkLost(f"no slab memory to share: {error}") from None
-        self.send(encode(Shared(handle=handle, uuid=self._driver.uuid)), timeout_s)
+        self.send(encode(shared), timeout_s)
         return IpcSlabs(self._owned, self._device, num_slabs, slab_bytes)
 
     def open_outlet(self, num_slabs: int, slab_bytes: int, timeout_s: float) -> IpcSlabs:
         shared = decode(_decoder, self.next_frame(timeout_s, MAX_HANDSHAKE_FRAME))
-        reason = self._driver.why_not_reach(shared.uuid)
-        if reason is not None:
-            raise LinkRefused(reason)
         try:
+            reason = self._driver.why_not_reach(shared.uuid)
+            if reason is not None:
+                raise LinkRefused(reason)
             self._opened, nbytes = self._driver.open(shared.handle)
         except CudaError as error:
             raise LinkLost(f"the peer's slab memory cannot be opened: {error}") from None

@@ -165,6 +165,38 @@ def test_a_driver_without_memory_is_a_lost_link(library: str) -> None:
     far.close()
 
 
+class Broken:
+    """A driver that names no device any more."""
+
+    def __init__(self, driver: CudaDriver) -> None:
+        self.allocate, self.export, self.free = driver.allocate, driver.export, driver.free
+
+    @property
+    def uuid(self) -> bytes:
+        raise CudaError("cuDeviceGetUuid_v2: CUDA_ERROR_DEVICE_UNAVAILABLE")
+
+    def why_not_reach(self, uuid: bytes) -> str | None:
+        assert uuid != self.uuid
+        return None
+
+
+@pytest.mark.parametrize("is_receiver", [True, False], ids=["receiver", "sender"])
+def test_a_driver_that_fails_is_a_lost_link_and_no_leak(library: str, is_receiver: bool) -> None:
+    near, far = socket.socketpair()
+    broken = IpcChannel(near, Broken(CudaDriver(0, library)), torch.device("cpu"))
+    sound = fake_ipc_channel(library, far)
+    with pytest.raises(LinkLost, match="DEVICE_UNAVAILABLE"):
+        if is_receiver:
+            broken.open_inlet(NUM_SLABS, SLAB_BYTES, TIMEOUT_S)
+        else:
+            sound.open_inlet(NUM_SLABS, SLAB_BYTES, TIMEOUT_S)
+            broken.open_outlet(NUM_SLABS, SLAB_BYTES, TIMEOUT_S)
+    broken.close()
+    sound.close()
+    wait_for_free()
+    assert ctypes.CDLL(library).fake_cuda_live(1) == 0
+
+
 def test_the_drivers_errors_have_names(library: str) -> None:
     with pytest.raises(CudaError, match="cuDeviceGet: CUDA_ERROR_INVALID_DEVICE"):
         CudaDriver(9, library)
