@@ -185,12 +185,11 @@ def test_a_driver_that_fails_is_a_lost_link_and_no_leak(library: str, is_receive
     near, far = socket.socketpair()
     broken = IpcChannel(near, Broken(CudaDriver(0, library)), torch.device("cpu"))
     sound = fake_ipc_channel(library, far)
+    if not is_receiver:
+        sound.open_inlet(NUM_SLABS, SLAB_BYTES, TIMEOUT_S)
+    open_path = broken.open_inlet if is_receiver else broken.open_outlet
     with pytest.raises(LinkLost, match="DEVICE_UNAVAILABLE"):
-        if is_receiver:
-            broken.open_inlet(NUM_SLABS, SLAB_BYTES, TIMEOUT_S)
-        else:
-            sound.open_inlet(NUM_SLABS, SLAB_BYTES, TIMEOUT_S)
-            broken.open_outlet(NUM_SLABS, SLAB_BYTES, TIMEOUT_S)
+        open_path(NUM_SLABS, SLAB_BYTES, TIMEOUT_S)
     broken.close()
     sound.close()
     wait_for_free()
