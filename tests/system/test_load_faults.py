@@ -42,7 +42,8 @@ async def start(role: str, folder: Path, model: dict[str, Any] | None = None, **
     if role == "both":
         values["prefill"] = {"workers": 0}
         values["decode"]["role"] = "both"
-    actor = (PrefillActor if role == "prefill" else DecodeActor)(f"{role}-0", values, "secret")
+    kind = PrefillActor if role == "prefill" else DecodeActor
+    actor = kind(f"{role}-0", values, "secret", lambda: "127.0.0.1")
     try:
         await actor.start(str(folder), VOCAB_SIZE)
     finally:
