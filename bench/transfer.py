@@ -21,7 +21,6 @@ from kvferry.bench.report import Claim, Report, Scalar
 from kvferry.bench.transfer_cache import BLOCK_SIZE, cache_layout
 from kvferry.bench.transfer_contenders import (
     MOONCAKE,
-    MOST_PEER_BYTES,
     NIXL,
     NIXL_TCP,
     peers_at_hand,
@@ -57,9 +56,9 @@ class TransferSizes:
 
     nbytes: Sequence[int] = tuple(1 << power for power in (19, 22, 24, 26, 28, 30))
     """The smallest is one block."""
-    held_bytes: int = 64 << 20
-    """In each cache at least, so that no transfer finds in the processors' own caches what the last
-    one moved. The bound copies as much.
+    held_bytes: int = 256 << 20
+    """That transfers, of ours and of peers, and the copies of the bound take turns in: together
+    more than the processors' own caches hold. Larger transfers go over all that they move.
     """
     rounds: int = 5
     most_transfers: int = 40
@@ -90,14 +89,20 @@ def run(args: list[str]) -> Report:
     sizes = _sizes(options, len(peers))
     layout = cache_layout(BLOCK_SIZE)
     tokens = max(sizes.nbytes[-1], sizes.held_bytes) // layout.token_bytes
-    setting = Setting(source=layout, target=layout, wire=layout.dtype, tokens=tokens)
+    setting = Setting(
+        source=layout,
+        target=layout,
+        wire=layout.dtype,
+        tokens=tokens,
+        walked=sizes.held_bytes // layout.token_bytes,
+    )
     nbytes = {size // layout.token_bytes: size for size in sizes.nbytes}
     rows: list[dict[str, Scalar]] = []
     claims: list[Claim] = []
     with transfer_pair() as pair:
         with ExitStack() as stack:
             contenders = start_contenders(stack, pair, setting, transports, peers)
-            probes = Probes(partial(pair.copy_rate, sizes.held_bytes, BOUND_S), loopback_peak)
+            probes = Probes(partial(pair.copy_rate, seconds=BOUND_S), loopback_peak)
             sweep = run_sweep(contenders, nbytes, sizes.rounds, sizes.most_transfers, probes)
         rows += sweep_rows(sweep, contenders)
         claims += sweep_claims(sweep, [NIXL_TCP, MOONCAKE], [NIXL])
@@ -143,7 +148,7 @@ def _sizes(options: argparse.Namespace, num_peers: int) -> TransferSizes:
         except ValueError as error:
             raise ConfigError("--sizes", str(error)) from None
     memory = MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for_peers = num_peers * 2 * min(MOST_PEER_BYTES, nbytes[-1])
+    for_peers = num_peers * 2 * TransferSizes().held_bytes
     fitting = [size for size in nbytes if 2 * size <= memory - for_peers]
     if not fitting:
         raise ConfigError("--sizes", f"caches of {nbytes[0]} bytes do not fit this machine")

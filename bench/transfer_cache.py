@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from enum import StrEnum
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -41,14 +42,22 @@ class Copier(StrEnum):
     """See ``PlainMemory``."""
 
 
-def part(number: int, tokens: int, held: int, whole: int) -> Span:
-    """The part of a sequence of ``held`` tokens that a transfer of ``tokens`` moves: by its number
-    another one than the last, as in service, where no KV is sent twice in a row and processors'
-    caches do not hold it. ``whole``: where parts may begin.
+class Walk(NamedTuple):
+    """Which tokens transfers of equal length move: by its number each another part than the last,
+    as in service, where no KV is sent twice in a row and processors' caches do not hold it.
     """
-    places = (held - tokens) // whole + 1
-    begin = number * (-(-tokens // whole)) % places * whole
-    return Span(begin, begin + tokens)
+
+    tokens: int
+    """Of one transfer."""
+    held: int
+    """Of the sequence, from its beginning, that parts are taken of."""
+    whole: int
+    """Where parts may begin."""
+
+    def part(self, number: int) -> Span:
+        places = (self.held - self.tokens) // self.whole + 1
+        begin = number * (-(-self.tokens // self.whole)) % places * self.whole
+        return Span(begin, begin + self.tokens)
 
 
 class PlainMemory:

@@ -18,8 +18,6 @@ from kvferry.kv_transfer.endpoints import TRANSPORTS, Medium
 from kvferry.kv_transfer.transports.nixl_agent import why_not as nixl_is_missing
 
 NIXL, NIXL_TCP, MOONCAKE = "NIXL", "NIXL over TCP", "Mooncake over TCP"
-MOST_PEER_BYTES = 256 << 20
-"""Each peer has two caches of its own in memory, beside ours."""
 
 
 class Peer(NamedTuple):
@@ -65,7 +63,9 @@ def start_contenders(
     transports: Sequence[str],
     peers: Sequence[Peer],
 ) -> list[Contender]:
-    """Open our caches and links, and start the peers. Raises StartupError."""
+    """Open our caches and links, and start the peers, which hold only what is walked: each has two
+    caches of its own in memory, beside ours. Raises StartupError.
+    """
     pair.open(setting, transports)
     contenders = [
         Contender(
@@ -76,8 +76,7 @@ def start_contenders(
         )
         for name in transports
     ]
-    most_tokens = min(setting.tokens, MOST_PEER_BYTES // setting.source.token_bytes)
-    theirs = replace(setting, tokens=most_tokens)
+    theirs = replace(setting, tokens=setting.walked)
     for wanted in peers:
         peer = stack.enter_context(peer_program(wanted.command, theirs, wanted.environment))
         contenders.append(
@@ -86,7 +85,7 @@ def start_contenders(
                 peer.transfer,
                 way=peer.way,
                 is_network=wanted.name != NIXL,
-                most_bytes=theirs.nbytes(most_tokens),
+                most_bytes=theirs.nbytes(theirs.tokens),
             )
         )
     return contenders

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from kvferry.bench.transfer_cache import Copier
+from kvferry.bench.transfer_cache import Copier, Walk
+from kvferry.bench.transfer_copy import Copying
 from kvferry.kv_transfer.layout import KvLayout
 
 
@@ -32,9 +33,7 @@ class Expect(Message, frozen=True):
 
     transport: str
     wire: str
-    tokens: int
-    whole: int
-    """Tokens of which parts are multiples: see ``part``."""
+    walk: Walk
     first: int
     count: int
 
@@ -46,8 +45,7 @@ class Send(Message, frozen=True):
     endpoint: str
     target: KvLayout
     wire: str
-    tokens: int
-    whole: int
+    walk: Walk
     first: int
     count: int
     window: int
@@ -60,9 +58,10 @@ class Sent(Message, frozen=True):
 
 
 class Copy(Message, frozen=True):
-    """Copy so many bytes and digest them, again and again."""
+    """Copy with digest what transfers would move, for so long: see ``Copies``."""
 
-    nbytes: int
+    copying: Copying
+    walk: Walk
     seconds: float
 
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from kvferry.bench.transfer_cache import Copier
+from kvferry.bench.transfer_cache import Copier, Walk
+from kvferry.bench.transfer_copy import Copying
 from kvferry.bench.transfer_orders import (
     Answer,
     Copied,
@@ -51,6 +52,8 @@ class Setting:
     wire: str
     tokens: int
     """Held; a transfer moves some of them."""
+    walked: int
+    """The first of them, that transfers take turns in unless they are longer."""
     in_order: bool = False
     """Whether blocks stand one after the other."""
     copier: Copier = Copier.BEST
@@ -59,10 +62,10 @@ class Setting:
         """On the wire."""
         return tokens * self.on_wire.token_bytes
 
-    @property
-    def whole(self) -> int:
-        """Tokens of a block of the side whose blocks are larger."""
-        return max(self.source.block_size, self.target.block_size)
+    def walk(self, tokens: int) -> Walk:
+        """Of transfers of so many. They begin at whole blocks of both sides."""
+        whole = max(self.source.block_size, self.target.block_size)
+        return Walk(tokens, max(tokens, self.walked), whole)
 
     @property
     def on_wire(self) -> KvLayout:
@@ -128,8 +131,7 @@ class Pair:
         expect = Expect(
             transport=transport,
             wire=setting.wire,
-            tokens=tokens,
-            whole=setting.whole,
+            walk=setting.walk(tokens),
             first=first,
             count=count,
         )
@@ -142,8 +144,7 @@ class Pair:
                 endpoint=self._endpoints[transport],
                 target=setting.source if near else setting.target,
                 wire=setting.wire,
-                tokens=tokens,
-                whole=setting.whole,
+                walk=setting.walk(tokens),
                 first=first,
                 count=count,
                 window=window,
@@ -175,8 +176,7 @@ class Pair:
         expect = Expect(
             transport=transport,
             wire=wire,
-            tokens=tokens,
-            whole=self._longest,
+            walk=Walk(tokens, self._longest, self._longest),
             first=number,
             count=1,
         )
@@ -192,16 +192,21 @@ class Pair:
         assert isinstance(prefilled, Prefilled)
         return prefilled
 
-    def copy_rate(self, nbytes: int, seconds: float) -> float:
-        """Both processes copy with digest at once; the slower one's bytes per second."""
+    def copy_rate(self, tokens: int, seconds: float) -> float:
+        """Both processes copy with digest at once, each as its side of such transfers has to; the
+        slower one's bytes per second.
+        """
+        assert self._setting is not None
+        walk = self._setting.walk(tokens)
         rates: list[float] = []
 
-        def copy(pipe: Connection) -> None:
-            answer = _ask(pipe, Copy(nbytes=nbytes, seconds=seconds))
+        def copy(pipe: Connection, copying: Copying) -> None:
+            answer = _ask(pipe, Copy(copying=copying, walk=walk, seconds=seconds))
             assert isinstance(answer, Copied)
             rates.append(answer.bytes_per_s)
 
-        threads = [threading.Thread(target=copy, args=(p,)) for p in (self._source, self._target)]
+        sides = ((self._source, Copying.OUT), (self._target, Copying.IN))
+        threads = [threading.Thread(target=copy, args=side) for side in sides]
         for thread in threads:
             thread.start()
         for thread in threads:

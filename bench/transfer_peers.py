@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import subprocess
 import tempfile
 import threading
@@ -130,8 +129,3 @@ def _end(process: subprocess.Popen[str]) -> None:
         process.kill()
         process.wait()
     process.stdout.close()
-
-
-def median_rate(nbytes: int, batch: Batch) -> float:
-    """Bytes per second of the median transfer."""
-    return nbytes / statistics.median(batch.latencies_s)

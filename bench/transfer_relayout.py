@@ -44,6 +44,7 @@ class Variant:
             target=cache_layout(self.blocks[1], target),
             wire=wire,
             tokens=self.tokens(held_bytes),
+            walked=self.tokens(held_bytes),
             in_order=self.in_order,
             copier=self.copier,
         )

@@ -9,8 +9,8 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from kvferry.bench.transfer_cache import BenchCache, part
-from kvferry.bench.transfer_copy import copy_rate
+from kvferry.bench.transfer_cache import BenchCache
+from kvferry.bench.transfer_copy import Copies
 from kvferry.bench.transfer_orders import (
     Answer,
     Copied,
@@ -66,8 +66,7 @@ class Side:
         self._options = LinkOptions(secret=secret, incarnation=PEER, expected_links=1)
         self._memory: KvMemory | None = None
         self._blocks: BlockTable | None = None
-        self._held = 0
-        """Tokens of the sequence."""
+        self._copies: Copies | None = None
         self._prompts: Prompts | None = None
         self._receivers: dict[str, KvReceiver] = {}
         self._senders: dict[str, KvSender] = {}
@@ -82,7 +81,9 @@ class Side:
             case Send():
                 return self._send(order)
             case Copy():
-                return Copied(bytes_per_s=copy_rate(order.nbytes, order.seconds))
+                assert self._copies is not None
+                rate = self._copies.rate(order.copying, order.walk, order.seconds)
+                return Copied(bytes_per_s=rate)
             case Load():
                 return self._load(order)
             case Prefill():
@@ -104,10 +105,10 @@ class Side:
     def _open(self, order: Open) -> Opened:
         self.close()
         # The memory of the last cache goes before the next one takes as much.
-        self._memory = self._blocks = self._prompts = None
+        self._memory = self._blocks = self._copies = self._prompts = None
         cache = BenchCache(order.layout, order.tokens, order.order, order.copier)
-        self._blocks, self._held = cache.blocks, order.tokens
-        self._memory = cache.memory
+        self._blocks, self._memory = cache.blocks, cache.memory
+        self._copies = Copies(cache, self._options.slab_bytes)
         for name in order.transports:
             self._receivers[name] = KvReceiver(
                 self._memory, self._options, lambda event: None, [listen(name)]
@@ -129,7 +130,7 @@ class Side:
                     key=attempt(number),
                     lease=LeaseId(number),
                     wire=order.wire,
-                    tokens=part(number, order.tokens, self._held, order.whole),
+                    tokens=order.walk.part(number),
                     blocks=self._blocks,
                     deadline_s=time.monotonic() + LEASE_S,
                 )
@@ -161,7 +162,7 @@ class Side:
             lease=LeaseId(number),
             target=order.target,
             wire=order.wire,
-            tokens=part(number, order.tokens, self._held, order.whole),
+            tokens=order.walk.part(number),
             blocks=self._blocks,
         )
 

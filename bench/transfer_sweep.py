@@ -78,8 +78,9 @@ class Sweep:
 class Probes:
     """Limits, in bytes per second, measured between the contenders' turns."""
 
-    bound: Callable[[], float]
-    """Two processes that copy with digest at once, the slower one."""
+    bound: Callable[[int], float]
+    """Of transfers of so many tokens: two processes that copy with digest at once, the slower one.
+    """
     raw: Callable[[], float]
     """One TCP stream over loopback."""
 
@@ -99,7 +100,7 @@ def run_sweep(
         for contender in able:
             contender.transfer(tokens, 1)
         for number in range(min(rounds, MOST_ROUNDS) if size > ROUND_BYTES else rounds):
-            sweep.bounds.setdefault(tokens, []).append(probes.bound())
+            sweep.bounds.setdefault(tokens, []).append(probes.bound(tokens))
             sweep.raw.append(probes.raw())
             first = number % len(able)
             for contender in able[first:] + able[:first]:

@@ -11,13 +11,16 @@ import torch
 
 from kvferry.bench import transfer
 from kvferry.bench.report import Report
-from kvferry.bench.transfer_cache import BenchCache, Copier, block_order, cache_layout, part
-from kvferry.bench.transfer_copy import copy_rate
+from kvferry.bench.transfer_cache import BenchCache, Copier, Walk, block_order, cache_layout
+from kvferry.bench.transfer_copy import Copies, Copying
+from kvferry.bench.transfer_pair import Setting
 from kvferry.bench.transfer_relayout import VARIANTS
 from kvferry.core.errors import ConfigError
+from kvferry.kv_transfer.jobs import BlockTable
 from kvferry.kv_transfer.layout import KvLayout, Span
 from kvferry.kv_transfer.memory import Form
-from kvferry.kv_transfer.plan import cut
+from kvferry.kv_transfer.plan import SlabMove, cut
+from kvferry.kv_transfer.transport import Slab
 
 MIB = 1 << 20
 
@@ -88,10 +91,19 @@ def small_layout() -> KvLayout:
 
 
 def test_transfers_move_one_part_after_another() -> None:
-    parts = [part(number, 16, held=100, whole=8) for number in range(6)]
+    walk = Walk(tokens=16, held=100, whole=8)
+    parts = [walk.part(number) for number in range(6)]
     assert parts[:5] == [(0, 16), (16, 32), (32, 48), (48, 64), (64, 80)]
     assert all(begin % 8 == 0 and end <= 100 for begin, end in parts)
-    assert part(7, 100, held=100, whole=8) == (0, 100)
+    assert Walk(tokens=100, held=100, whole=8).part(7) == (0, 100)
+
+
+def test_transfers_take_turns_in_what_is_walked_unless_they_are_longer() -> None:
+    layout = small_layout()
+    setting = Setting(source=layout, target=layout, wire=layout.dtype, tokens=80, walked=40)
+    parts = [setting.walk(16).part(number) for number in range(20)]
+    assert {begin for begin, _ in parts} == {0, 4, 8, 12, 16, 20, 24}
+    assert {setting.walk(60).part(number) for number in range(20)} == {(0, 60)}
 
 
 @pytest.mark.parametrize("copier", Copier)
@@ -118,5 +130,39 @@ def test_variants_fill_the_size_with_whole_blocks() -> None:
         assert 0.9 * 16 * MIB < size <= 16 * MIB
 
 
-def test_copies_of_the_bound_have_a_rate() -> None:
-    assert copy_rate(cache_layout(16).block_bytes, 0.001) > 0
+class Recording:
+    """Memory whose moves are written down; both ways to copy are asked for their time alone."""
+
+    def __init__(self, cache: BenchCache) -> None:
+        self.layout, self.rank, self.digests = cache.layout, 0, ("xxh3",)
+        self._memory = cache.memory
+        self.packed: list[SlabMove] = []
+        self.scattered: list[SlabMove] = []
+
+    def is_fresh(self, blocks: BlockTable, move: SlabMove) -> bool:
+        return True
+
+    def pack(
+        self, blocks: BlockTable, move: SlabMove, form: Form, slab: Slab, after: object = None
+    ) -> list[int]:
+        self.packed.append(move)
+        return self._memory.pack(blocks, move, form, slab)
+
+    def scatter(self, blocks: BlockTable, move: SlabMove, form: Form, slab: Slab) -> list[int]:
+        self.scattered.append(move)
+        return self._memory.scatter(blocks, move, form, slab)
+
+
+@pytest.mark.parametrize("copying", Copying)
+def test_copies_of_the_bound_are_the_moves_of_one_side_of_transfers(copying: Copying) -> None:
+    layout = small_layout()
+    cache = BenchCache(layout, 40, 1)
+    cache.memory = memory = Recording(cache)
+    walk = Walk(tokens=16, held=40, whole=4)
+    copies = Copies(cache, layout.token_bytes * 64)
+    assert all(copies.rate(copying, walk, 1e-9) > 0 for _ in range(3))
+    moves = memory.packed if copying is Copying.OUT else memory.scattered
+    assert len(memory.packed) + len(memory.scattered) == len(moves)
+    # Every other transfer is copied as one run.
+    assert [move.tokens for move in moves] == [walk.part(number) for number in (0, 2, 4)]
+    assert all(move.layers == layout.whole.layers for move in moves)

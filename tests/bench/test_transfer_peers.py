@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -88,7 +89,7 @@ for line in sys.stdin:
 
 def setting() -> Setting:
     layout = small_layout()
-    return Setting(source=layout, target=layout, wire=layout.dtype, tokens=40)
+    return Setting(source=layout, target=layout, wire=layout.dtype, tokens=40, walked=40)
 
 
 def test_a_peer_moves_in_the_way_that_is_its_fastest(tmp_path: Path) -> None:
@@ -121,13 +122,13 @@ def test_peers_hold_our_blocks() -> None:
     assert told["target"] != told["source"]
     assert told["rows"] * told["run_bytes"] == small_layout().block_bytes
     with pytest.raises(ValueError, match="as they are"):
-        geometry(Setting(source=small_layout(), target=small_layout(), wire="int8", tokens=40))
+        geometry(replace(setting(), wire="int8"))
 
 
 @needs_nixl
 def test_nixl_moves_blocks_both_ways_in_its_own_program() -> None:
     layout = cache_layout(16)
-    real = Setting(source=layout, target=layout, wire=layout.dtype, tokens=64)
+    real = Setting(source=layout, target=layout, wire=layout.dtype, tokens=64, walked=64)
     with peer_program(peer_command(sys.executable, "nixl"), real, {}) as peer:
         assert peer.name == "NIXL"
         batch = peer.transfer(64, 2)

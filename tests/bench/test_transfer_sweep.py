@@ -40,7 +40,7 @@ def swept(shm: list[float], nixl: list[float], bound: float = 100.0) -> Sweep:
         fake("shm", {4 * MIB: [1, *shm], 8 * MIB: [1, *(2 * rate for rate in shm)]}),
         fake("NIXL", {4 * MIB: [1, *nixl], 8 * MIB: [1, *nixl]}),
     ]
-    return run_sweep(contenders, sizes, len(shm), 4, Probes(lambda: bound, lambda: 50.0))
+    return run_sweep(contenders, sizes, len(shm), 4, Probes(lambda tokens: bound, lambda: 50.0))
 
 
 def test_a_claim_is_about_the_worst_size() -> None:
@@ -59,9 +59,19 @@ def test_ratios_are_of_the_same_round() -> None:
     assert claims["shm_vs_nixl"].spread == pytest.approx(0.0)
 
 
+def test_the_bound_is_of_transfers_of_the_same_size() -> None:
+    sizes = {4 * MIB: 4 * MIB, 8 * MIB: 8 * MIB}
+    contenders = [fake("shm", {4 * MIB: [1, 80], 8 * MIB: [1, 80]})]
+    probes = Probes({4 * MIB: 100.0, 8 * MIB: 200.0}.__getitem__, lambda: 50.0)
+    sweep = run_sweep(contenders, sizes, 1, 4, probes)
+    assert sweep.bounds == {4 * MIB: [100.0], 8 * MIB: [200.0]}
+    (claim,) = (c for c in sweep_claims(sweep, [], []) if c.id == "shm_vs_bound")
+    assert claim.value == pytest.approx(0.4)
+
+
 def test_small_sizes_are_not_claimed() -> None:
     contenders = [fake("shm", {MIB: [1, 10]})]
-    sweep = run_sweep(contenders, {MIB: MIB}, 1, 4, Probes(lambda: 100.0, lambda: 50.0))
+    sweep = run_sweep(contenders, {MIB: MIB}, 1, 4, Probes(lambda tokens: 100.0, lambda: 50.0))
     assert sweep_claims(sweep, [], []) == []
 
 
@@ -69,7 +79,7 @@ def test_the_best_of_several_peers_is_what_counts() -> None:
     sizes = {4 * MIB: 4 * MIB}
     rates = {"tcp": 30.0, "NIXL over TCP": 10.0, "Mooncake over TCP": 20.0}
     contenders = [fake(name, {4 * MIB: [1, rate]}) for name, rate in rates.items()]
-    sweep = run_sweep(contenders, sizes, 1, 4, Probes(lambda: 100.0, lambda: 60.0))
+    sweep = run_sweep(contenders, sizes, 1, 4, Probes(lambda tokens: 100.0, lambda: 60.0))
     claims = {c.id: c for c in sweep_claims(sweep, ["NIXL over TCP", "Mooncake over TCP"], [])}
     assert claims["tcp_vs_peers"].value == pytest.approx(1.5)
     assert claims["tcp_of_raw"].value == pytest.approx(0.5)
@@ -79,14 +89,14 @@ def test_the_best_of_several_peers_is_what_counts() -> None:
 def test_contenders_take_turns() -> None:
     log: list[str] = []
     contenders = [fake(name, {MIB: [1, 1, 1, 1]}, log) for name in "abc"]
-    run_sweep(contenders, {MIB: MIB}, 3, 1, Probes(lambda: 1.0, lambda: 1.0))
+    run_sweep(contenders, {MIB: MIB}, 3, 1, Probes(lambda tokens: 1.0, lambda: 1.0))
     assert "".join(log) == "abc" + "abc" + "bca" + "cab"
 
 
 def test_who_cannot_hold_a_size_sits_it_out() -> None:
     small = Contender("small", lambda tokens, count: Batch([1.0], 1.0, 0.0), most_bytes=MIB)
     large = Contender("large", lambda tokens, count: Batch([1.0], 1.0, 0.0))
-    probes = Probes(lambda: 1.0, lambda: 1.0)
+    probes = Probes(lambda tokens: 1.0, lambda: 1.0)
     sweep = run_sweep([small, large], {MIB: MIB, 2 * MIB: 2 * MIB}, 1, 1, probes)
     rows = list(sweep_rows(sweep, [small, large]))
     assert [(row["what"], row["KiB"]) for row in rows if row["what"] in ("small", "large")] == [
