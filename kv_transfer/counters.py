@@ -37,7 +37,6 @@ class Counters:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._dropped: Counter[Reason] = Counter()
-        self._failed: Counter[Reason] = Counter()
         self._tallies: Counter[Tally] = Counter()
 
     @property
@@ -47,12 +46,6 @@ class Counters:
             return self._dropped.copy()
 
     @property
-    def failed(self) -> Counter[Reason]:
-        """Leases that failed, by reason."""
-        with self._lock:
-            return self._failed.copy()
-
-    @property
     def tallies(self) -> Counter[Tally]:
         with self._lock:
             return self._tallies.copy()
@@ -60,10 +53,6 @@ class Counters:
     def drop(self, reason: Reason) -> None:
         with self._lock:
             self._dropped[reason] += 1
-
-    def fail(self, reason: Reason) -> None:
-        with self._lock:
-            self._failed[reason] += 1
 
     def tally(self, what: Tally) -> None:
         with self._lock:

@@ -20,7 +20,6 @@ from kvferry.kv_transfer.jobs import (
     Reason,
     ReceiveClosed,
     ReceiveEvent,
-    ReceiveFailed,
     ReceiveJob,
 )
 from kvferry.kv_transfer.layout import KvLayout, Span
@@ -50,7 +49,7 @@ class LeaseTable:
         self._rank = rank
         self._on_event = on_event
         self._clock = clock
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._leases: dict[LeaseId, Lease] = {}
         self._ended = EndedLeases()
         self.counters = Counters()
@@ -69,13 +68,13 @@ class LeaseTable:
 
     def state(self, lease_id: LeaseId) -> State | None:
         """None for a lease that is not known, or not any more."""
-        with self._changed:
+        with self._lock:
             lease = self._leases.get(lease_id)
             return self._ended.state(lease_id) if lease is None else lease.state
 
     def renew(self, lease_id: LeaseId, deadline_s: float) -> None:
         """Move a lease's deadline. Nothing happens to one that has ended."""
-        with self._changed:
+        with self._lock:
             lease = self._leases.get(lease_id)
             if lease is not None:
                 lease.state = advance(lease.state, Event.RENEW)
@@ -117,13 +116,11 @@ class LeaseTable:
             for lease in [lease for lease in self._leases.values() if lease.deadline_s <= now]:
                 self._end(lease, Event.FAIL, lease.failed(Reason.DEADLINE), news)
 
-    def close(self, timeout_s: float) -> bool:
-        """End all leases; whether every scatter returned within the time."""
+    def close(self) -> None:
+        """End all leases."""
         with self._changing() as news:
             for lease in list(self._leases.values()):
                 self._end(lease, Event.FAIL, lease.failed(Reason.CLOSED), news)
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._leases, timeout_s)
 
     def offered(self, source: Source, offer: Offer) -> Verdict:
         """May slabs for this lease be granted? ACK says yes."""
@@ -146,19 +143,19 @@ class LeaseTable:
 
     def unwatch(self, source: Source) -> None:
         """A link is closed: it is not to be woken any more."""
-        with self._changed:
+        with self._lock:
             for lease in self._leases.values():
                 lease.watchers.pop(source.wake, None)
                 lease.waiting.pop(source.wake, None)
 
     def refusal(self, source: Source, key: AttemptKey, lease_id: LeaseId) -> Verdict | None:
         """The answer to whoever names a lease that does not take slabs; None when it does."""
-        with self._changed:
+        with self._lock:
             return self._refusal(source, key, lease_id)
 
     def gap(self, source: Source, header: SlabHeader) -> Span | None:
         """Indices of headers that must have been lost on the way, since this one came before."""
-        with self._changed:
+        with self._lock:
             if self._refusal(source, header.key, LeaseId(header.lease)) is not None:
                 return None
             gap = self._leases[LeaseId(header.lease)].gap(source.rank, header.index)
@@ -189,7 +186,7 @@ class LeaseTable:
 
         ACK or COMPLETE when it arrived before and the sender missed that; None: nothing.
         """
-        with self._changed:
+        with self._lock:
             verdict = self._refusal(source, header.key, LeaseId(header.lease))
             if verdict is None and self._leases[LeaseId(header.lease)].has(source.rank, header):
                 verdict = Verdict(Answer.ACK, Reason.DUPLICATE)
@@ -264,9 +261,6 @@ class LeaseTable:
         assert lease.ending is not None, lease.state
         del self._leases[lease.job.lease]
         self._ended.remember(lease.job.lease, lease.job.key, lease.state)
-        self._changed.notify_all()
-        if isinstance(lease.ending, ReceiveFailed):
-            self.counters.fail(lease.ending.reason)
         news.append(partial(self._on_event, lease.ending))
         news += lease.watchers
 
@@ -274,7 +268,7 @@ class LeaseTable:
     def _changing(self) -> Iterator[_News]:
         """The lock; what is put on the list is called once it is free."""
         news: _News = []
-        with self._changed:
+        with self._lock:
             yield news
         for tell in news:
             tell()

@@ -74,7 +74,7 @@ class Prober:
     ) -> None:
         """Measure all paths to a rank of a receiver, after ``delay_s``. Does not wait.
 
-        What is still to be done for that rank is not done twice; nothing happens after close.
+        What is still to be done for that rank is not done twice; nothing happens after stop.
         """
         task = _Task(peer, rank, endpoints, self._clock() + delay_s)
         with self._changed:
@@ -94,17 +94,13 @@ class Prober:
         delay_s = min(MAX_AGAIN_S, AGAIN_S * 2.0**doublings)
         self.probe(path.peer, path.rank, endpoints, delay_s)
 
-    def close(self, timeout_s: float) -> None:
-        """End after the path that is being measured. Raises TimeoutError."""
+    def stop(self) -> list[threading.Thread]:
+        """End after the path that is being measured. The thread that will end, if there is one."""
         with self._changed:
             self._closed = True
             self._tasks.clear()
             self._changed.notify_all()
-            thread = self._thread
-        if thread is not None:
-            thread.join(timeout_s)
-            if thread.is_alive():
-                raise TimeoutError(f"{thread.name} does not end")
+            return [] if self._thread is None else [self._thread]
 
     def _start(self) -> None:
         self._thread = threading.Thread(target=self._run, name="kv-prober")

@@ -20,7 +20,7 @@ from kvferry.kv_transfer.jobs import Reason, ReceiveEvent, ReceiveJob
 from kvferry.kv_transfer.leases import LeaseTable
 from kvferry.kv_transfer.memory import KvMemory
 from kvferry.kv_transfer.receiver_links import ReceiverLinks
-from kvferry.kv_transfer.states import State
+from kvferry.kv_transfer.threads import join_all
 from kvferry.kv_transfer.transport import Listener
 
 TICK_S = 0.25
@@ -73,11 +73,6 @@ class KvReceiver:
         return self._leases.counters.dropped
 
     @property
-    def failures(self) -> Counter[Reason]:
-        """Leases failed so far, by reason. A copy, for any thread."""
-        return self._leases.counters.failed
-
-    @property
     def tallies(self) -> Counter[Tally]:
         """What happened so far that is no failure. A copy, for any thread."""
         return self._leases.counters.tallies
@@ -97,10 +92,6 @@ class KvReceiver:
             raise RuntimeError("the receiver is closed")
         self._leases.expect(job)
 
-    def state(self, lease: LeaseId) -> State | None:
-        """None for a lease that is not known, or not any more."""
-        return self._leases.state(lease)
-
     def renew(self, lease: LeaseId, deadline_s: float) -> None:
         """Move the deadline of a lease, unless it has ended."""
         self._leases.renew(lease, deadline_s)
@@ -109,28 +100,22 @@ class KvReceiver:
         """End a lease: ReceiveClosed follows, unless it has ended already. Idempotent."""
         self._leases.release(lease)
 
-    def tick(self) -> None:
-        """Enforce the deadlines now. Its own thread does this every TICK_S."""
-        self._leases.expire()
-
     def close(self, timeout_s: float = 10.0) -> None:
-        """Fail live leases, close all links, join the threads.
+        """Close all links, join the threads, fail live leases.
 
-        Raises TimeoutError when one does not end.
+        Raises TimeoutError when a thread does not end: what it scatters to fails once it returns.
         """
-        deadline = time.monotonic() + timeout_s
         self._closing.set()
         for listener in self._listeners:
             listener.stop()
-        for thread in [*self._threads, *self._links.stop()]:
-            thread.join(max(0.0, deadline - time.monotonic()))
-            if thread.is_alive():
-                raise TimeoutError(f"{thread.name} does not end")
-        self._leases.close(max(0.0, deadline - time.monotonic()))
+        try:
+            join_all([*self._threads, *self._links.stop()], timeout_s)
+        finally:
+            self._leases.close()
 
     def _keep_time(self) -> None:
         while not self._closing.wait(TICK_S):
-            self.tick()
+            self._leases.expire()
 
     def _listen(self, listener: Listener) -> None:
         try:

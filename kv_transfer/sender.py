@@ -29,6 +29,7 @@ from kvferry.kv_transfer.probe import measure
 from kvferry.kv_transfer.prober import Probed, Prober
 from kvferry.kv_transfer.push import Prompt, Push, PushPolicy
 from kvferry.kv_transfer.sender_link import SenderLink, SenderParts
+from kvferry.kv_transfer.threads import join_all
 from kvferry.kv_transfer.transport import Connect
 
 
@@ -152,17 +153,12 @@ class KvSender:
 
         Raises TimeoutError when one does not end.
         """
-        deadline = time.monotonic() + timeout_s
         with self._lock:
             self._closed = True
             entries, threads = list(self._links.values()), list(self._threads)
         for entry in entries:
             entry.link.stop()
-        for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-            if thread.is_alive():
-                raise TimeoutError(f"{thread.name} does not end")
-        self._prober.close(max(0.0, deadline - time.monotonic()))
+        join_all([*threads, *self._prober.stop()], timeout_s)
 
     def _failed(
         self, peer: Incarnation, rank: int, endpoints: tuple[str, ...], endpoint: str, why: str

@@ -171,3 +171,17 @@ def test_release_after_the_end_is_nothing(make_pair) -> None:
     assert isinstance(pair.received.next(), ReceiveDone)
     pair.receiver.release(1)
     pair.received.assert_none()
+
+
+def test_closing_ends_all_leases_though_a_scatter_does_not_return(make_pair, gate: Gate) -> None:
+    pair = make_pair(wrap_target=lambda memory: GatedMemory(memory, gate))
+    for number in (1, 2):
+        pair.expect(lease=number, request=number)
+    pair.send()
+    gate.wait_reached()
+    with pytest.raises(TimeoutError, match="kv-receiver-link"):
+        pair.receiver.close(timeout_s=0.05)
+    assert pair.received.next() == ReceiveFailed(pair.key(request=2), 2, Reason.CLOSED)
+    pair.received.assert_none()
+    gate.open()
+    assert pair.received.next() == ReceiveFailed(pair.key(), 1, Reason.CLOSED)

@@ -26,7 +26,7 @@ ENDINGS: dict[str, tuple[Ending, object]] = {
         lambda leases: leases.table.abort(leases.link.source, key(), ONE, "why"),
         failed(Reason.ABORTED, "why"),
     ),
-    "close": (lambda leases: leases.table.close(0.0) and None, failed(Reason.CLOSED)),
+    "close": (lambda leases: leases.table.close(), failed(Reason.CLOSED)),
 }
 
 

@@ -91,7 +91,6 @@ def test_damage_is_forgiven_once_per_slab(offered: Leases) -> None:
     assert offered.events == [failed(Reason.DAMAGED)]
     counters = offered.table.counters
     assert counters.dropped == {Reason.DAMAGED: 3}
-    assert counters.failed == {Reason.DAMAGED: 1}
     assert counters.tallies == {Tally.RESEND: 2}
 
 
@@ -326,10 +325,9 @@ def test_memory_of_ended_leases_is_bounded(leases: Leases) -> None:
 
 def test_counters_are_copies(leases: Leases) -> None:
     leases.table.counters.dropped[Reason.STALE] += 1
-    leases.table.counters.failed[Reason.STALE] += 1
     leases.table.counters.tallies[Tally.GAP] += 1
     counters = leases.table.counters
-    assert counters.dropped == counters.failed == counters.tallies == Counter()
+    assert counters.dropped == counters.tallies == Counter()
 
 
 ACTIONS = ["offer", "claim", "settle", "damage", "stale", "release", "abort", "tick", "renew"]
@@ -368,4 +366,3 @@ def test_any_order_ends_each_lease_once_and_never_during_a_scatter(steps) -> Non
         assert not leases.events
         leases.settle(claimed)
     assert len(leases.events) == 1
-    assert sum(leases.table.counters.failed.values()) == isinstance(leases.events[0], ReceiveFailed)

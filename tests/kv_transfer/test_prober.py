@@ -15,6 +15,7 @@ from kvferry.kv_transfer.choices import Choices, Path
 from kvferry.kv_transfer.endpoints import Medium
 from kvferry.kv_transfer.probe import Speed
 from kvferry.kv_transfer.prober import AGAIN_S, MAX_AGAIN_S, Prober
+from kvferry.kv_transfer.threads import join_all
 
 WAIT_S = 20.0
 
@@ -29,6 +30,8 @@ class Rig:
             "slow:1": Speed(1e9, 3e9, 1e-3),
         }
         self.asked: list[str] = []
+        self.threads: list[threading.Thread] = []
+        """Those that measured, by ``asked``."""
         self.probed: queue.Queue[Any] = queue.Queue()
         self.go, self.measuring = threading.Event(), threading.Event()
         self.go.set()
@@ -37,6 +40,7 @@ class Rig:
 
     def _measure(self, endpoint: str) -> Speed:
         self.asked.append(endpoint)
+        self.threads.append(threading.current_thread())
         self.measuring.set()
         assert self.go.wait(WAIT_S)
         found = self.found[endpoint]
@@ -61,7 +65,7 @@ def rig() -> Any:
     made = Rig()
     yield made
     made.go.set()
-    made.prober.close(WAIT_S)
+    join_all(made.prober.stop(), WAIT_S)
 
 
 def test_measures_what_can_be_used_and_takes_the_fastest(rig: Rig) -> None:
@@ -96,7 +100,7 @@ def test_a_path_to_another_host_is_compared_to_a_bare_stream_over_it() -> None:
             assert path.peak == (3e9 if "10.1" in endpoint else 2e9)
         assert rig.peaks == [Medium.NETWORK]
     finally:
-        rig.prober.close(WAIT_S)
+        join_all(rig.prober.stop(), WAIT_S)
 
 
 def test_the_same_rank_is_not_measured_twice_at_once(rig: Rig) -> None:
@@ -143,6 +147,8 @@ def test_a_defect_costs_the_rank_that_met_it_and_no_other(rig: Rig) -> None:
     assert rig.probed.get(timeout=WAIT_S).peer == 3
     rig.found["fast:1"] = rig.found["slow:1"]
     assert rig.probe()["fast"].rate == 1e9
+    # What it died of is told before it is joined: in this test, which expects it.
+    rig.threads[0].join(WAIT_S)
 
 
 def test_a_medium_that_cannot_be_measured_leaves_the_path_its_rate(rig: Rig) -> None:
@@ -152,7 +158,7 @@ def test_a_medium_that_cannot_be_measured_leaves_the_path_its_rate(rig: Rig) -> 
     prober = Prober(rig.choices, rig._measure, rig.probed.put, no_time)
     prober.probe(PEER, 0, ENDPOINTS)
     assert (rig.next()["fast"].rate, rig.choices.rows()[0].peak) == (2e9, 0.0)
-    prober.close(WAIT_S)
+    join_all(prober.stop(), WAIT_S)
 
 
 def test_what_is_asked_for_now_goes_before_what_is_due_later(rig: Rig) -> None:
@@ -177,9 +183,9 @@ def test_what_is_due_now_is_not_put_off(rig: Rig) -> None:
 def test_closing_ends_what_waits_and_nothing_is_measured_after() -> None:
     rig = Rig()
     rig.prober.probe(PEER, 0, ENDPOINTS, 1000.0)
-    rig.prober.close(WAIT_S)
+    join_all(rig.prober.stop(), WAIT_S)
     rig.prober.probe(PEER, 0, ENDPOINTS)
-    rig.prober.close(WAIT_S)
+    join_all(rig.prober.stop(), WAIT_S)
     assert rig.asked == []
 
 
@@ -189,8 +195,8 @@ def test_closing_waits_for_the_path_that_is_being_measured() -> None:
     rig.prober.probe(PEER, 0, ENDPOINTS)
     assert rig.measuring.wait(WAIT_S)
     with pytest.raises(TimeoutError, match="kv-prober"):
-        rig.prober.close(0.05)
+        join_all(rig.prober.stop(), 0.05)
     rig.go.set()
-    rig.prober.close(WAIT_S)
+    join_all(rig.prober.stop(), WAIT_S)
     assert rig.asked == ["fast:1"]
     assert rig.probed.empty()
