@@ -53,7 +53,8 @@ class WorkerSequence:
     arrived_s: float
     deadline_s: float
     """On this worker's clock: when it ends whatever its router says."""
-    lease_until_s: float
+    ends_s: float
+    """When it ends unless its lease is renewed; never past the deadline."""
     hashes: list[BlockHash]
     """Chain of the full blocks known so far."""
     state: State = State.WAITING
@@ -84,11 +85,6 @@ class WorkerSequence:
     def length(self) -> int:
         """Tokens it arrived with."""
         return len(self.spec.token_ids)
-
-    @property
-    def ends_s(self) -> float:
-        """When it ends unless its lease is renewed."""
-        return min(self.deadline_s, self.lease_until_s)
 
     def enter(self, state: State) -> None:
         if state not in _NEXT[self.state]:
@@ -145,13 +141,14 @@ class Sequences:
     def open(self, key: AttemptKey, port: RouterPort, spec: pb.SequenceSpec) -> WorkerSequence:
         """A new sequence in WAITING, without row or blocks."""
         now = self.clock()
+        deadline_s = now + spec.deadline_s
         seq = WorkerSequence(
             key=key,
             port=port,
             spec=spec,
             arrived_s=now,
-            deadline_s=now + spec.deadline_s,
-            lease_until_s=now + self.lease_s,
+            deadline_s=deadline_s,
+            ends_s=min(deadline_s, now + self.lease_s),
             hashes=chain_hashes(self.root, spec.token_ids, self.table.block_size),
         )
         self._live[key.router, key.request] = seq
@@ -232,7 +229,7 @@ class Sequences:
         for key in renewal.keys:
             seq = self.get(AttemptKey(router, key.request, key.attempt))  # type: ignore[arg-type]
             if seq is not None:
-                seq.lease_until_s = until
+                seq.ends_s = min(seq.deadline_s, until)
                 renewed.append(seq)
         return renewed
 
