@@ -5,7 +5,6 @@ is something to send.
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import closing
@@ -35,13 +34,6 @@ class Choose(Protocol):
         ...
 
 
-def choose_first(peer: Incarnation, rank: int, endpoints: tuple[str, ...]) -> str:
-    """The first endpoint. Raises LinkRefused when there is none."""
-    if not endpoints:
-        raise LinkRefused(f"no endpoint of rank {rank}")
-    return endpoints[0]
-
-
 class Failed(Protocol):
     """Hears of a link that broke before it moved anything, or could not be opened."""
 
@@ -58,17 +50,6 @@ class Works(Protocol):
     def __call__(self, peer: Incarnation, rank: int, endpoint: str) -> None: ...
 
 
-def no_other(
-    peer: Incarnation, rank: int, endpoints: tuple[str, ...], endpoint: str, why: str
-) -> bool:
-    """There is one endpoint and no other."""
-    return False
-
-
-def note_nothing(peer: Incarnation, rank: int, endpoint: str) -> None:
-    """Where nobody chooses, nobody wants to know."""
-
-
 @dataclass(frozen=True, slots=True)
 class SenderParts:
     """What all links of a sender share."""
@@ -78,9 +59,9 @@ class SenderParts:
     options: LinkOptions
     connect: Connect
     choose: Choose
-    clock: Callable[[], float] = time.monotonic
-    failed: Failed = no_other
-    works: Works = note_nothing
+    clock: Callable[[], float]
+    failed: Failed
+    works: Works
 
 
 class SenderLink:

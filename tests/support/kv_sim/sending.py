@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 from kv_sim.clock import NEVER
 from kv_sim.defects import Defect
 from kv_sim.memory import SlowMemory
@@ -15,7 +17,7 @@ from kvferry.kv_transfer.layout import head_nbytes
 from kvferry.kv_transfer.outgoing import Owed, Progress, Transfer, TransferTable
 from kvferry.kv_transfer.plan import parts, wire_dtype
 from kvferry.kv_transfer.sender import Peer
-from kvferry.kv_transfer.sender_link import RETRY_S, SenderLink, SenderParts, choose_first
+from kvferry.kv_transfer.sender_link import RETRY_S, SenderLink, SenderParts
 from kvferry.kv_transfer.sender_session import SenderSession
 from kvferry.kv_transfer.transports.faults import Side
 from kvferry.kv_transfer.transports.faulty import FaultyChannel
@@ -101,9 +103,11 @@ class Link:
                 memory=memory,
                 table=sending.table,
                 options=self.world.options(worker),
-                connect=self._connect,
-                choose=choose_first,
+                connect=_no_thread,
+                choose=_no_thread,
                 clock=self.world.agenda.clock,
+                failed=_no_thread,
+                works=_no_thread,
             ),
         )
 
@@ -186,3 +190,8 @@ class Link:
         if self.channel is not None:
             self.channel.close()
             self.channel = None
+
+
+def _no_thread(*arguments: object) -> NoReturn:
+    """What only ``SenderLink.run`` asks for, whose place ``Link`` takes here."""
+    raise AssertionError(f"a simulated link asked for {arguments}")
