@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -134,13 +135,13 @@ class Grants:
         """Since its bytes are here."""
         return self._clock() - self._grants[message.slab].since_s
 
-    def overdue_in_s(self, to_fill_s: float, to_land_s: float) -> float | None:
-        """Seconds until something has waited too long; None while nothing waits.
+    def overdue_in_s(self, to_fill_s: float, to_land_s: float) -> float:
+        """Seconds until something has waited too long; infinity while nothing waits.
 
         Raises LinkLost when bytes or a message have been waited for too long: they were lost, and
         only a new link can tell which slabs are whose.
         """
-        left_s = None
+        left_s = math.inf
         now = self._clock()
         for grant in self._grants.values():
             limit_s = to_fill_s if grant.message is None else to_land_s
@@ -148,7 +149,7 @@ class Grants:
             if rest_s <= 0 and not grant.has_landed:
                 lost = "use of a granted slab" if grant.message is None else "bytes of a slab"
                 raise LinkLost(f"no {lost} for {limit_s:g} s")
-            left_s = rest_s if left_s is None else min(left_s, rest_s)
+            left_s = min(left_s, rest_s)
         return left_s
 
     def close(self) -> None:

@@ -39,6 +39,7 @@ from kvferry.kv_transfer.messages import (
     decode_to_receiver,
     encode,
 )
+from kvferry.kv_transfer.pulse import Pulse
 from kvferry.kv_transfer.receiver_probes import LinkProbe, ProbeTurn, sample_digest
 from kvferry.kv_transfer.scatter import scatter_verified
 from kvferry.kv_transfer.transport import Channel
@@ -82,9 +83,7 @@ class ReceiverLink:
         self._retired = False
         self.idle_since_s: float | None = clock()
         """Since when nothing has been granted and nothing wanted. Any thread may read it."""
-        self._heard_s = self._sent_s = clock()
-        self._is_doubted = False
-        """Whether the peer seems silent, but what is queued has not been read since."""
+        self._pulse = Pulse(options, clock)
 
     def retire(self) -> None:
         """End soon, as if the peer were lost. Any thread may call it."""
@@ -113,7 +112,7 @@ class ReceiverLink:
     def handle(self, frame: bytes) -> None:
         """Take in a message; ``turn`` must follow. Raises LinkLost, ProtocolError."""
         message = decode_to_receiver(frame)
-        self._heard_s = self._clock()
+        self._pulse.heard()
         match message:
             case Offer():
                 self._offer(message)
@@ -138,16 +137,10 @@ class ReceiverLink:
 
         Raises LinkLost, ProtocolError.
         """
-        silent_in_s = self._heard_s + self._options.silence_s - self._clock()
         if self._retired:
             raise LinkLost("another link takes this one's place")
-        if silent_in_s <= 0:
-            if self._is_doubted:
-                raise LinkLost("the peer is silent")
-            # It may be this process that stood still: what came meanwhile is read first.
-            self._is_doubted = True
+        if self._pulse.is_doubtful():
             return 0.0
-        self._is_doubted = False
         for message in self._grants.filled():
             if self._grants.has_landed(message):
                 self._take_in(message)
@@ -164,15 +157,9 @@ class ReceiverLink:
             self.idle_since_s = self._clock()
         timeout_s = self._options.progress_timeout_s
         overdue_in_s = self._grants.overdue_in_s(UNUSED_TIMEOUTS * timeout_s, timeout_s)
-        beat_in_s = self._sent_s + self._options.beat_s - self._clock()
-        if beat_in_s <= 0:
+        if self._pulse.needs_beat():
             self._send(Beat())
-            self._sent_s = self._clock()
-            beat_in_s = self._options.beat_s
-        timers = [silent_in_s, beat_in_s]
-        if overdue_in_s is not None:
-            timers.append(overdue_in_s)
-        return max(0.0, min(timers))
+        return max(0.0, min(overdue_in_s, self._pulse.wait_s()))
 
     def _leases_moved(self) -> None:
         """Some lease of this link ended, or may be scattered to again. Any thread calls it."""
@@ -310,3 +297,4 @@ class ReceiverLink:
 
     def _send(self, message: Message) -> None:
         self._channel.send(encode(message), self._options.silence_s)
+        self._pulse.sent()

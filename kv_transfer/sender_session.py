@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from typing import Protocol
 
-from kvferry.core.errors import LinkLost, ProtocolError, TransferFailed
+from kvferry.core.errors import ProtocolError, TransferFailed
 from kvferry.core.ids import AttemptKey
 from kvferry.kv_transfer.handshake import Greeted, LinkOptions
 from kvferry.kv_transfer.jobs import Reason, SendAborted, SendFailed
@@ -32,6 +32,7 @@ from kvferry.kv_transfer.messages import (
     encode,
 )
 from kvferry.kv_transfer.outgoing import Transfer, TransferTable
+from kvferry.kv_transfer.pulse import Pulse
 from kvferry.kv_transfer.sender_slabs import GrantedSlabs
 from kvferry.kv_transfer.transport import Channel
 
@@ -75,9 +76,7 @@ class SenderSession:
         self._slabs = GrantedSlabs(
             greeted, memory, table, self._send, clock, options.progress_timeout_s
         )
-        self._heard_s = self._sent_s = clock()
-        self._is_doubted = False
-        """Whether the peer seems silent, but what is queued has not been read since."""
+        self._pulse = Pulse(options, clock)
         self._sweep_s = -math.inf
         self.has_moved = False
         """Whether the receiver has verified anything that came this way."""
@@ -89,13 +88,8 @@ class SenderSession:
 
         Raises LinkLost when the peer is silent or the data path broke.
         """
-        if self._clock() - self._heard_s > self._options.silence_s:
-            if self._is_doubted:
-                raise LinkLost("the peer is silent")
-            # It may be this process that stood still: what came meanwhile is read first.
-            self._is_doubted = True
+        if self._pulse.is_doubtful():
             return 0.0
-        self._is_doubted = False
         if self._sweep_s == -math.inf:
             # What has just ended makes room for another attempt on its lease.
             self._sweep_s = self._clock() + self._sweep()
@@ -106,15 +100,15 @@ class SenderSession:
         now = self._clock()
         if now >= self._sweep_s:
             self._sweep_s = now + self._sweep()
-        if now - self._sent_s >= self._options.beat_s:
+        if self._pulse.needs_beat():
             self._send(Beat())
         if self._slabs.in_flight:
             return POLL_S
-        return max(0.0, min(self._sweep_s, self._sent_s + self._options.beat_s) - now)
+        return max(0.0, min(self._sweep_s - now, self._pulse.wait_s()))
 
     def handle(self, frame: bytes) -> None:
         """Act on a message. Raises ProtocolError for one that is out of place."""
-        self._heard_s = self._clock()
+        self._pulse.heard()
         message = decode_to_sender(frame)
         match message:
             case Credit():
@@ -284,4 +278,4 @@ class SenderSession:
 
     def _send(self, message: Message) -> None:
         self._channel.send(encode(message), self._options.silence_s)
-        self._sent_s = self._clock()
+        self._pulse.sent()
