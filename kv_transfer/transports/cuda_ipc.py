@@ -34,6 +34,7 @@ from kvferry.kv_transfer.transports.cuda_driver import (
     CudaDriver,
     CudaError,
 )
+from kvferry.kv_transfer.transports.shared_slabs import SharedSlabs
 
 SCHEME = "cuda_ipc"
 SLAB_ALIGNMENT = 256
@@ -70,10 +71,9 @@ class Driver(Protocol):
     def close(self, address: int) -> None: ...
 
 
-class IpcSlabs:
+class IpcSlabs(SharedSlabs):
     """Slabs in one piece of device memory: both ends of the data path."""
 
-    is_pulled = False
     is_device = True
 
     def __init__(self, address: int, device: torch.device, num_slabs: int, slab_bytes: int) -> None:
@@ -85,21 +85,6 @@ class IpcSlabs:
         assert self._memory is not None
         begin = index * self._stride
         return self._memory[begin : begin + self._slab_bytes]
-
-    def push(self, slab: int, grant: int, nbytes: int) -> None:
-        """Nothing to do: the pack has ended, and the receiver reads the same memory."""
-
-    def in_flight(self, slab: int) -> bool:
-        return False
-
-    def grant(self, slab: int, grant: int) -> None:
-        """Nothing to do: who writes under which grant is the links' business."""
-
-    def pull(self, slab: int, grant: int, nbytes: int) -> None:
-        raise ProtocolError("cuda_ipc is not pulled")
-
-    def arrived(self, slab: int, grant: int, nbytes: int) -> bool:
-        return True
 
     def close(self) -> None:
         # The memory itself goes with the channel.

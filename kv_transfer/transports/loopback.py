@@ -10,6 +10,7 @@ from collections import deque
 
 from kvferry.core.errors import LinkLost, LinkRefused, ProtocolError
 from kvferry.kv_transfer.messages import MAX_FRAME
+from kvferry.kv_transfer.transports.shared_slabs import SharedSlabs
 
 SCHEME = "loopback"
 _numbers = itertools.count()
@@ -17,11 +18,8 @@ _listeners: dict[str, LoopbackListener] = {}
 _listeners_lock = threading.Lock()
 
 
-class LoopbackSlabs:
+class LoopbackSlabs(SharedSlabs):
     """Slabs in one bytearray that both sides hold."""
-
-    is_pulled = False
-    is_device = False
 
     def __init__(self, num_slabs: int, slab_bytes: int) -> None:
         self.shape = (num_slabs, slab_bytes)
@@ -30,21 +28,6 @@ class LoopbackSlabs:
     def slab(self, index: int) -> memoryview:
         slab_bytes = self.shape[1]
         return self._bytes[index * slab_bytes : (index + 1) * slab_bytes]
-
-    def push(self, slab: int, grant: int, nbytes: int) -> None:
-        """Nothing to do: the receiver reads the same memory."""
-
-    def in_flight(self, slab: int) -> bool:
-        return False
-
-    def grant(self, slab: int, grant: int) -> None:
-        """Nothing to do: who writes under which grant is the links' business."""
-
-    def pull(self, slab: int, grant: int, nbytes: int) -> None:
-        raise ProtocolError("loopback is not pulled")
-
-    def arrived(self, slab: int, grant: int, nbytes: int) -> bool:
-        return True
 
     def close(self) -> None:
         """Nothing to do: the bytes go with their last holder."""

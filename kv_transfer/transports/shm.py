@@ -21,16 +21,14 @@ from kvferry.kv_transfer.transports.control import (
     dial_unix,
     listen_unix,
 )
+from kvferry.kv_transfer.transports.shared_slabs import SharedSlabs
 
 SCHEME = "shm"
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
-class ShmSlabs:
+class ShmSlabs(SharedSlabs):
     """Slabs in one mapping of a memfd: both ends of the data path, since nothing has to move."""
-
-    is_pulled = False
-    is_device = False
 
     def __init__(self, fd: int, num_slabs: int, slab_bytes: int) -> None:
         size = num_slabs * slab_bytes
@@ -41,21 +39,6 @@ class ShmSlabs:
     def slab(self, index: int) -> memoryview:
         assert self._bytes is not None
         return self._bytes[index * self._slab_bytes : (index + 1) * self._slab_bytes]
-
-    def push(self, slab: int, grant: int, nbytes: int) -> None:
-        """Nothing to do: the receiver reads the same memory."""
-
-    def in_flight(self, slab: int) -> bool:
-        return False
-
-    def grant(self, slab: int, grant: int) -> None:
-        """Nothing to do: who writes under which grant is the links' business."""
-
-    def pull(self, slab: int, grant: int, nbytes: int) -> None:
-        raise ProtocolError("shm is not pulled")
-
-    def arrived(self, slab: int, grant: int, nbytes: int) -> bool:
-        return True
 
     def close(self) -> None:
         # The mapping goes with the last view of it; closing it under a view would raise.
