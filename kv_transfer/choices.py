@@ -54,11 +54,6 @@ class Path:
     chosen: bool = False
 
     @property
-    def of_peak(self) -> float:
-        """Part of its medium's peak; 0 when either is not measured."""
-        return self.rate / self.peak if self.peak else 0.0
-
-    @property
     def why_not(self) -> str:
         """Why it cannot be used now; empty when it can."""
         return self.no_means or self.broken

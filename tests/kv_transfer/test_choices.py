@@ -59,7 +59,8 @@ def test_the_fastest_is_taken() -> None:
     measured(some, fast=(1e9, 1e-4), slow=(3e9, 1e-3))
     assert choose(some) == "slow:1"
     path = by_transport(some)["slow"]
-    assert (path.chosen, path.of_peak, path.medium) == (True, 0.75, Medium.NETWORK)
+    assert (path.chosen, path.rate, path.peak) == (True, 3e9, 4e9)
+    assert path.medium is Medium.NETWORK
     assert not by_transport(some)["fast"].chosen
 
 
