@@ -56,12 +56,6 @@ class BlockTable:
     generations: NDArray[np.uint32]
     """[num_blocks]"""
 
-    def slot_ids(self, tokens: Span, block_size: int) -> NDArray[np.int64]:
-        """[tokens] slots of a token range. Raises IndexError when the table is too short."""
-        position = np.arange(tokens.begin, tokens.end, dtype=np.int64)
-        blocks = self.block_ids[position // block_size].astype(np.int64)
-        return blocks * block_size + position % block_size
-
     def is_fresh(self, live: NDArray[np.uint32], tokens: Span, block_size: int) -> bool:
         """Whether all blocks of a token range still have their generation in the live array."""
         part = slice(tokens.begin // block_size, -(-tokens.end // block_size))

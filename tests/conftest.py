@@ -7,7 +7,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 settings.register_profile("kvferry", print_blob=True, derandomize=False, deadline=None)
 settings.load_profile("kvferry")
+
+EXIT_STATUS = pytest.StashKey[int]()
 
 LINGER_S = 5.0
 """How long children and threads that were told to stop may take to be gone."""
@@ -50,6 +52,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in wanting:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    session.config.stash[EXIT_STATUS] = exitstatus
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Threads that a failed test left running do not keep the run from ending."""
+    left = [t.name for t in _lasting(threading.enumerate()) if t is not threading.main_thread()]
+    if left and EXIT_STATUS in config.stash:
+        print(f"ends in spite of {', '.join(left)}", flush=True)
+        os._exit(int(config.stash[EXIT_STATUS]))
 
 
 @pytest.fixture(autouse=True)
@@ -102,12 +117,14 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def _left(children: set[int], threads: set[threading.Thread]) -> list[str]:
     found = [f"process {pid} ({_command(pid)})" for pid in _children() - children]
-    found += [
-        f"thread {thread.name}"
-        for thread in set(threading.enumerate()) - threads
-        if not thread.daemon and thread.is_alive()
-    ]
+    started = set(threading.enumerate()) - threads
+    found += [f"thread {thread.name}" for thread in _lasting(started)]
     return [name for name in found if "resource_tracker" not in name]
+
+
+def _lasting(threads: Iterable[threading.Thread]) -> list[threading.Thread]:
+    """Those that the interpreter would wait for."""
+    return [thread for thread in threads if not thread.daemon and thread.is_alive()]
 
 
 def _children() -> set[int]:

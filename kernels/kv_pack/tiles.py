@@ -51,6 +51,7 @@ class TileCut:
 
     @property
     def num_tiles(self) -> int:
+        """So many digests has the slab."""
         return -(-self.rows // self.rows_per_tile) * self.tiles_per_row
 
 
@@ -65,8 +66,3 @@ def tiles(num_rows: int, num_tokens: int, row_token_bytes: int) -> Iterator[Tile
             nbytes = (row_end - row) * (token_end - token) * row_token_bytes
             yield Tile(row, row_end, token, token_end, offset, nbytes)
             offset += nbytes
-
-
-def num_tiles(num_rows: int, num_tokens: int, row_token_bytes: int) -> int:
-    """How many tiles, and so digests, a slab has."""
-    return TileCut.of(num_rows, num_tokens, row_token_bytes).num_tiles

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import xxhash
+from host_moves import gathered, make_move
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_caches import (
@@ -16,7 +16,6 @@ from paged_caches import (
     as_bytes,
     converted,
     copied,
-    noise,
     picked,
     poison,
     put,
@@ -29,11 +28,10 @@ from paged_caches import (
 from kvferry.kernels.kv_layer import FLOAT_TYPES, QUANTISED_TYPES
 from kvferry.kernels.kv_pack import reference
 from kvferry.kernels.kv_pack.digest import digests as mixed
-from kvferry.kernels.kv_pack.host import gather, scatter, scatter_tiles
+from kvferry.kernels.kv_pack.host import gather, scatter
 from kvferry.kernels.kv_pack.host_cache import HostCache, HostMove
 from kvferry.kernels.kv_pack.host_digest import HOST_DIGESTS
 from kvferry.kernels.kv_pack.slab import KvSlots, Tokens
-from kvferry.kernels.kv_pack.tiles import TILE_BYTES, num_tiles, tiles
 
 torch.set_num_threads(1)
 
@@ -62,19 +60,6 @@ class Case:
     @property
     def place(self) -> tuple[Any, ...]:
         return self.slots, self.move.layers, self.move.heads
-
-
-def make_move(**changes: Any) -> HostMove:
-    fields: dict[str, Any] = {
-        "blocks": np.arange(3, dtype=np.int32),
-        "tokens": (0, 3),
-        "layers": (0, 1),
-        "heads": (0, 1),
-        "wire": torch.float32,
-        "digest": "xxh3",
-        "slab_index": 5,
-    }
-    return HostMove(**(fields | changes))
 
 
 @st.composite
@@ -106,18 +91,12 @@ def moved(move: HostMove, wire: torch.dtype, digest: str = "xxh3") -> HostMove:
     return HostMove(**(fields | {"wire": wire, "digest": digest}))
 
 
-def gathered(kv: KvSlots, case: Case, move: HostMove) -> tuple[memoryview, list[int]]:
-    cache = HostCache(kv, case.block_size)
-    slab = memoryview(bytearray(cache.shape(move).nbytes))
-    return slab, gather(cache, move, slab)
-
-
 @settings(max_examples=150)
 @given(cases(st.integers(1, 9)), st.sampled_from(EXACT_TYPES), st.integers(0, 2**32 - 1))
 def test_bytes_are_those_of_slicing_token_by_token(case, dtype, seed) -> None:
     source, move = poison(case.shape, dtype, seed), moved(case.move, dtype)
     part = picked(source, *case.place)
-    slab, packed = gathered(source, case, move)
+    slab, packed = gathered(source, case.block_size, move)
     assert bytes(slab) == slab_bytes_of(part)
 
     target = poison(case.shape, dtype, seed + 1)
@@ -140,7 +119,7 @@ def test_types_are_converted_on_the_way_and_nothing_else_is_touched(
     source_dtype, wire, target_dtype = types
     source, move = values(case.shape, source_dtype, seed), moved(case.move, wire, digest)
     part = converted(picked(source, *case.place), wire)
-    slab, packed = gathered(source, case, move)
+    slab, packed = gathered(source, case.block_size, move)
     assert bytes(slab) == slab_bytes_of(part)
 
     target = poison(case.shape, target_dtype, seed)
@@ -161,7 +140,7 @@ def test_a_gpu_would_make_the_same_slab_and_digests(case, types, seed) -> None:
     if torch.float64 in types:
         return
     source, move = values(case.shape, source_dtype, seed), moved(case.move, wire, "multiply_sum")
-    slab, packed = gathered(source, case, move)
+    slab, packed = gathered(source, case.block_size, move)
     theirs = torch.zeros(len(slab), dtype=torch.uint8)
     tokens = Tokens(
         blocks=torch.from_numpy(move.blocks),
@@ -172,103 +151,6 @@ def test_a_gpu_would_make_the_same_slab_and_digests(case, types, seed) -> None:
     totals = reference.gather(source, tokens, move.layers, move.heads, wire, theirs)
     assert as_bytes(theirs) == bytes(slab)
     assert packed == mixed(totals[1:].numpy(), move.slab_index)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
-def test_xxh3_digests_are_those_of_the_tiles_elements_and_then_scales(dtype: torch.dtype) -> None:
-    kv = values((2, 2, 4096, 3, 64), dtype, 1)
-    move = make_move(
-        blocks=np.random.default_rng(1).permutation(256).astype(np.int32),
-        tokens=(3, 3900),
-        layers=(0, 2),
-        heads=(0, 3),
-        wire=dtype,
-    )
-    cache = HostCache(kv, 16)
-    shape = cache.shape(move)
-    slab = memoryview(bytearray(shape.nbytes))
-    packed = gather(cache, move, slab)
-    expected = []
-    for number, tile in enumerate(tiles(shape.rows, shape.tokens, shape.token_words * 4)):
-        data = bytes(slab[tile.offset : tile.offset + tile.nbytes])
-        if dtype is torch.int8:
-            begin, end = tile.offset // 192 * 12, (tile.offset + tile.nbytes) // 192 * 12
-            scales = slab[shape.elements_nbytes :]
-            data += bytes(scales[begin:end])
-        expected.append(xxhash.xxh3_64_intdigest(data, seed=5 << 32 | number))
-    assert packed == expected
-    assert len(packed) > 4
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
-def test_sums_number_tokens_through_all_tiles(dtype: torch.dtype) -> None:
-    kv = values((1, 2, 4096, 2, 128), dtype, 1)
-    move = make_move(
-        blocks=np.random.default_rng(1).permutation(256).astype(np.int32),
-        tokens=(3, 3900),
-        heads=(0, 2),
-        wire=dtype,
-        digest="multiply_sum",
-    )
-    case = Case((1, 2, 4096, 2, 128), 16, move)
-    slab, packed = gathered(kv, case, move)
-    tokens = Tokens(blocks=torch.from_numpy(move.blocks), begin=3, end=3900, block_size=16)
-    theirs = torch.zeros(len(slab), dtype=torch.uint8)
-    totals = reference.gather(kv, tokens, move.layers, move.heads, dtype, theirs)
-    assert packed == mixed(totals[1:].numpy(), move.slab_index)
-    assert len(packed) > 4 or dtype is torch.int8
-
-
-@pytest.mark.parametrize("digest", sorted(HOST_DIGESTS))
-def test_a_digest_tells_bytes_scales_tiles_and_slabs_apart(digest: str) -> None:
-    kv = KvSlots(torch.ones((1, 2, 4096, 1, 128), dtype=torch.int8), torch.ones((1, 2, 4096, 1)))
-    move = make_move(
-        blocks=np.arange(256, dtype=np.int32), tokens=(0, 4096), wire=torch.int8, digest=digest
-    )
-    cache = HostCache(kv, 16)
-    slab = memoryview(bytearray(cache.shape(move).nbytes))
-    packed = gather(cache, move, slab)
-    assert len(set(packed)) == len(packed) == 4
-    again = make_move(
-        blocks=move.blocks, tokens=move.tokens, wire=torch.int8, digest=digest, slab_index=6
-    )
-    assert not set(packed) & set(gather(cache, again, slab))
-    for place in (0, 2 * 4096 * 128 - 1, 2 * 4096 * 128, len(slab) - 1):
-        slab[place] ^= 1
-        assert sum(a != b for a, b in zip(packed, scatter(cache, move, slab), strict=True)) == 1
-        slab[place] ^= 1
-
-
-@pytest.mark.parametrize(
-    ("rows", "tokens", "row_token_bytes"),
-    [
-        (1, 1, 4),
-        (6, 10, 64),
-        (2, 5000, 768),
-        (60, 341, 768),
-        (60, 364, 768),
-        (60, 600, 768),
-        (3, 7, TILE_BYTES),
-        (4, 2, 300_000),
-        (8, 180_000, 1),
-    ],
-)
-def test_tiles_cover_the_slab_in_order(rows: int, tokens: int, row_token_bytes: int) -> None:
-    seen = np.zeros((rows, tokens), np.int32)
-    offset = 0
-    for tile in tiles(rows, tokens, row_token_bytes):
-        first = tile.row_begin * tokens + tile.token_begin
-        assert tile.offset == offset == first * row_token_bytes
-        assert tile.nbytes <= max(TILE_BYTES * 3 // 2, row_token_bytes)
-        assert tile.row_end == tile.row_begin + 1 or tile.token_end - tile.token_begin == tokens
-        seen[tile.row_begin : tile.row_end, tile.token_begin : tile.token_end] += 1
-        offset += tile.nbytes
-    assert (seen == 1).all()
-    assert offset == rows * tokens * row_token_bytes
-    cut = list(tiles(rows, tokens, row_token_bytes))
-    assert num_tiles(rows, tokens, row_token_bytes) == len(cut)
-    if row_token_bytes * tokens > TILE_BYTES > row_token_bytes:
-        assert min(tile.nbytes for tile in cut) > TILE_BYTES // 2
 
 
 @pytest.mark.parametrize(
@@ -313,42 +195,3 @@ def test_a_cache_has_scales_if_it_is_quantised_and_only_then() -> None:
         HostCache(KvSlots(torch.zeros((1, 2, 8, 1, 4), dtype=torch.int8)), 4)
     with pytest.raises(ValueError, match=r"kv\.elements"):
         HostCache(KvSlots(torch.zeros((1, 2, 8, 4, 2)).transpose(3, 4)), 4)
-
-
-class ChangingDigest:
-    """Changes the slab as soon as a tile of it was digested."""
-
-    def __init__(self, slab: memoryview) -> None:
-        self._slab, self._values = slab, []
-
-    def add(self, tile: Any, elements: Any, scales: Any) -> None:
-        self._values.append(elements.tobytes() + scales.tobytes())
-        self._slab[:] = b"\x02" * len(self._slab)
-
-    def finish(self) -> list[Any]:
-        return self._values
-
-
-def test_scatter_digests_what_it_writes_not_what_the_slab_holds_later() -> None:
-    """The slab is shared with the peer: a change between digest and write must not go unseen."""
-    kv = KvSlots(noise((1, 2, 4, 1, 8), torch.int8, 1), noise((1, 2, 4, 1), torch.float32, 2))
-    move = make_move(tokens=(2, 3), blocks=np.arange(4, dtype=np.int32), wire=torch.int8)
-    slab = memoryview(bytearray(b"\x01" * 24))
-    assert scatter_tiles(HostCache(kv, 1), move, slab, ChangingDigest(slab)) == [b"\x01" * 24]
-    assert slab_bytes_of(picked(kv, [2], (0, 1), (0, 1))) == b"\x01" * 24
-
-
-def test_digests_are_those_of_what_was_written_whatever_a_peer_does_meanwhile(
-    scribbled: Any,
-) -> None:
-    kv = values((1, 2, 2048, 2, 64), torch.float32, 1)
-    cache = HostCache(kv, 16)
-    blocks = np.random.default_rng(1).permutation(128).astype(np.int32)
-    move = make_move(blocks=blocks, tokens=(1, 2047), heads=(0, 2))
-    slab = memoryview(bytearray(cache.shape(move).nbytes))
-    gather(cache, move, slab)
-    with scribbled(slab):
-        for _ in range(20):
-            found = scatter(cache, move, slab)
-            private = memoryview(bytearray(len(slab)))
-            assert gather(cache, move, private) == found

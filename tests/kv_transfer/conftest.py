@@ -17,7 +17,16 @@ from kvferry.kv_transfer.choices import Choices
 from kvferry.kv_transfer.endpoints import connect as connect_any
 from kvferry.kv_transfer.endpoints import listen
 from kvferry.kv_transfer.handshake import LinkOptions
-from kvferry.kv_transfer.jobs import BlockTable, ReceiveJob, SendJob
+from kvferry.kv_transfer.jobs import (
+    BlockTable,
+    Reason,
+    ReceiveDone,
+    ReceiveFailed,
+    ReceiveJob,
+    SendDone,
+    SendFailed,
+    SendJob,
+)
 from kvferry.kv_transfer.layout import KvLayout, Span
 from kvferry.kv_transfer.memory import PagedKvMemory
 from kvferry.kv_transfer.push import Push
@@ -164,6 +173,31 @@ class Pair:
         ours = self.source.read(*self.tokens)
         assert torch.equal(ours, self.target.read(*self.tokens))
 
+    def assert_both_done(self) -> tuple[ReceiveDone, SendDone]:
+        """Both sides say so, and nothing else."""
+        received, sent = self.received.next(), self.sent.next()
+        assert isinstance(received, ReceiveDone)
+        assert isinstance(sent, SendDone)
+        self.assert_equal()
+        self.received.assert_none()
+        self.sent.assert_none()
+        return received, sent
+
+    def assert_both_failed(self, received: Reason, sent: Reason) -> None:
+        """Both sides say so, and nothing else."""
+        event = self.received.next()
+        assert (type(event), event.reason) == (ReceiveFailed, received)
+        event = self.sent.next()
+        assert (type(event), event.reason) == (SendFailed, sent)
+        self.received.assert_none()
+        self.sent.assert_none()
+
+    def assert_works(self, **ids: int) -> None:
+        """The next good transfer succeeds."""
+        self.expect(**ids)
+        self.send(**ids)
+        self.assert_both_done()
+
 
 @dataclass
 class PairFactory:
@@ -221,20 +255,6 @@ class PairFactory:
             pair.receiver.close()
 
 
-@pytest.fixture(params=["loopback", "shm"])
-def make_pair(request: pytest.FixtureRequest) -> Iterator[PairFactory]:
-    factory = PairFactory(request.param)
-    yield factory
-    factory.close()
-
-
-@pytest.fixture
-def make_shm_pair() -> Iterator[PairFactory]:
-    factory = PairFactory("shm")
-    yield factory
-    factory.close()
-
-
 @pytest.fixture
 def pairs_over() -> Iterator[Callable[[str], PairFactory]]:
     """Factories by the name of the transport."""
@@ -249,11 +269,21 @@ def pairs_over() -> Iterator[Callable[[str], PairFactory]]:
         factory.close()
 
 
+@pytest.fixture(params=["loopback", "shm"])
+def make_pair(
+    request: pytest.FixtureRequest, pairs_over: Callable[[str], PairFactory]
+) -> PairFactory:
+    return pairs_over(request.param)
+
+
 @pytest.fixture
-def make_loopback_pair() -> Iterator[PairFactory]:
-    factory = PairFactory("loopback")
-    yield factory
-    factory.close()
+def make_shm_pair(pairs_over: Callable[[str], PairFactory]) -> PairFactory:
+    return pairs_over("shm")
+
+
+@pytest.fixture
+def make_loopback_pair(pairs_over: Callable[[str], PairFactory]) -> PairFactory:
+    return pairs_over("loopback")
 
 
 @pytest.fixture(scope="session", name="pair_factory")

@@ -18,15 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.core.ids import AttemptKey, Incarnation, LeaseId, RequestId
-from kvferry.kv_transfer.endpoints import connect, listen
+from kvferry.kv_transfer.endpoints import listen
 from kvferry.kv_transfer.handshake import LinkOptions
 from kvferry.kv_transfer.jobs import (
     BlockTable,
     ReceiveDone,
     ReceiveJob,
-    SendAborted,
     SendDone,
-    SendFailed,
     SendJob,
 )
 from kvferry.kv_transfer.layout import QUANTISED_BYTES, KvLayout, Span, head_nbytes
@@ -34,8 +32,6 @@ from kvferry.kv_transfer.memory import Form, PagedKvMemory
 from kvferry.kv_transfer.plan import Coverage, Cutter, parts, wire_dtype
 from kvferry.kv_transfer.receiver import KvReceiver
 from kvferry.kv_transfer.sender import KvSender
-from kvferry.kv_transfer.transports.faults import Chances, Fault, Faults
-from kvferry.kv_transfer.transports.faulty import FaultyConnect
 
 FLOATS = ["float64", "float32", "bfloat16", "float16"]
 RANKS = [1, 2, 3, 4, 8]
@@ -298,71 +294,3 @@ def test_ranks_send_to_ranks(source_tp: int, target_tp: int, stages: tuple[int, 
     finally:
         for side in (*senders, *receivers):
             side.close()
-
-
-@pytest.mark.parametrize(
-    ("source_block", "target_block", "tokens"),
-    [
-        (1, 32, Span(0, 1)),
-        (32, 1, Span(31, 33)),
-        (16, 16, Span(16, 48)),
-        (8, 32, Span(24, 97)),
-        (32, 8, Span(7, 200)),
-        (5, 7, Span(34, 36)),
-    ],
-)
-def test_transfers_equal_slice_and_cat(make_pair, source_block, target_block, tokens) -> None:
-    pair = make_pair(source_block, target_block, tokens)
-    pair.expect()
-    pair.send()
-    assert isinstance(pair.received.next(), ReceiveDone)
-    assert isinstance(pair.sent.next(), SendDone)
-    pair.assert_equal()
-
-
-CHANCES = Chances(
-    {
-        Fault.DROP: 0.03,
-        Fault.DUPLICATE: 0.03,
-        Fault.REORDER: 0.03,
-        Fault.DIE: 0.01,
-        Fault.FLIP_SLAB: 0.03,
-        Fault.STALE_SLAB: 0.02,
-        Fault.LATE_SLAB: 0.02,
-    }
-)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("round_number", range(4))
-def test_whatever_happens_done_means_equal_and_every_job_ends_once(
-    make_loopback_pair, seeded: int, round_number: int
-) -> None:
-    """On real threads; the simulator has many more schedules."""
-    rng = random.Random(seeded + round_number)
-    faults = Faults(CHANCES, seed=seeded + round_number)
-    pair = make_loopback_pair(
-        tokens=Span(3, 90),
-        connect=FaultyConnect(connect, faults),
-        progress_timeout_s=0.1,
-        beat_s=0.05,
-        silence_s=0.5,
-    )
-    for number in range(1, 13):
-        pair.target.slots.zero_()
-        pair.expect(lease=number, request=number)
-        pair.send(lease=number, request=number)
-        if rng.random() < 0.2:
-            pair.sender.abort(pair.key(request=number))
-        sent = pair.sent.next()
-        assert sent.key == pair.key(request=number)
-        pair.receiver.release(number)
-        received = pair.received.next()
-        assert received.key == pair.key(request=number)
-        if isinstance(received, ReceiveDone):
-            pair.assert_equal()
-        if isinstance(sent, SendDone):
-            assert isinstance(received, ReceiveDone)
-        assert isinstance(sent, SendDone | SendFailed | SendAborted)
-    pair.sent.assert_none()
-    pair.received.assert_none()

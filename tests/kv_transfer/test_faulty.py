@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from kvferry.core.errors import LinkLost, LinkRefused, ProtocolError
-from kvferry.core.ids import AttemptKey, Incarnation, LeaseId, RequestId
+from kvferry.core.ids import AttemptKey, Incarnation, RequestId
 from kvferry.kv_transfer.endpoints import connect, listen
-from kvferry.kv_transfer.jobs import ReceiveDone, SendDone, SendFailed
 from kvferry.kv_transfer.messages import Ack, Beat, Complete, decode_to_sender, encode
 from kvferry.kv_transfer.transports.faults import (
     FAULTS_AT,
@@ -289,73 +288,3 @@ def test_chances_add_up_and_exclude_each_other() -> None:
     assert set(drawn) == {None, Fault.FLIP_SLAB, Fault.STALE_SLAB}
     assert 1700 < drawn.count(None) < 2300
     assert 800 < drawn.count(Fault.FLIP_SLAB) < 1200
-
-
-def test_a_whole_transfer_bears_a_named_fault_of_each_kind(make_loopback_pair) -> None:
-    """Damage, loss and repetition on both sides: delivered, and equal."""
-    script = Script(
-        [
-            Step(Fault.FLIP_SLAB, Place.PUSH, nth=1),
-            Step(Fault.TORN_SLAB, Place.PUSH, nth=3),
-            Step(Fault.DUPLICATE, message="header", nth=2),
-            Step(Fault.REPLAY, message="header", nth=4),
-            Step(Fault.REORDER, message="header", nth=5),
-            Step(Fault.DROP, message="offer"),
-        ]
-    )
-    faults = Faults(script)
-    pair = make_loopback_pair(
-        connect=FaultyConnect(connect, faults), progress_timeout_s=0.5, slab_bytes=2048
-    )
-    pair.expect()
-    pair.send()
-    assert isinstance(pair.received.next(), ReceiveDone)
-    assert isinstance(pair.sent.next(), SendDone)
-    pair.assert_equal()
-    assert {Fault.FLIP_SLAB, Fault.TORN_SLAB, Fault.DUPLICATE, Fault.DROP} <= set(faults.counters)
-
-
-@pytest.mark.parametrize("transport", ["loopback", "shm", "tcp"])
-@pytest.mark.parametrize("seed", [1, 2])
-def test_transfers_under_random_faults_are_whole_or_fail(
-    pairs_over, transport: str, seed: int
-) -> None:
-    """Over real links and threads; the simulator has the many schedules."""
-    chances = {
-        Fault.DELAY: 0.02,
-        Fault.DROP: 0.01,
-        Fault.DUPLICATE: 0.02,
-        Fault.FLIP: 0.005,
-        Fault.REPLAY: 0.02,
-        Fault.DIE: 0.01,
-        Fault.FLIP_SLAB: 0.05,
-        Fault.STALE_SLAB: 0.03,
-        Fault.LATE_SLAB: 0.1,
-    }
-    faults = Faults(Chances(chances), seed=seed, delay_s=0.02)
-    pair = pairs_over(transport)(
-        connect=FaultyConnect(connect, faults),
-        progress_timeout_s=0.3,
-        silence_s=1.0,
-        slab_bytes=2048,
-    )
-    done = 0
-    for attempt in range(1, 9):
-        pair.target.slots.zero_()
-        pair.expect(attempt=attempt, lease=attempt)
-        pair.send(attempt=attempt, lease=attempt)
-        sent = pair.sent.next()
-        if isinstance(sent, SendFailed):
-            pair.receiver.release(LeaseId(attempt))
-        received = pair.received.next()
-        if isinstance(received, ReceiveDone):
-            pair.assert_equal()
-            done += 1
-        assert isinstance(received, ReceiveDone) or not isinstance(sent, SendDone)
-    faults.heal()
-    pair.expect(attempt=99, lease=99)
-    pair.send(attempt=99, lease=99)
-    assert isinstance(pair.received.next(), ReceiveDone)
-    pair.assert_equal()
-    assert done
-    assert faults.counters

@@ -30,7 +30,7 @@ TIMEOUT_S = 30.0
 
 
 class Sides:
-    """Two channels that build fake groups, each on a thread of its own."""
+    """Both sides of a link in one process; each builds its group on a thread of its own."""
 
     def __init__(self) -> None:
         self.listener = listen_gloo("127.0.0.1")

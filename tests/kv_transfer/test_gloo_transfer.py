@@ -14,19 +14,11 @@ from kvferry.kv_transfer.messages import tag_of
 Over = Callable[[str], Any]
 
 
-def assert_both_done(pair: Any) -> tuple[Any, Any]:
-    received, sent = pair.received.next(), pair.sent.next()
-    assert isinstance(received, ReceiveDone)
-    assert isinstance(sent, SendDone)
-    pair.assert_equal()
-    return received.account, sent.account
-
-
 def test_moves_kv_between_block_sizes(pairs_over: Over) -> None:
     pair = pairs_over("gloo")()
     pair.expect()
     pair.send()
-    received, sent = assert_both_done(pair)
+    received, sent = (event.account for event in pair.assert_both_done())
     assert received.transport == sent.transport == "gloo"
     assert received.nbytes == sent.nbytes == pair.tokens.length * pair.source.layout.token_bytes
     assert sent.resends == 0
@@ -77,7 +69,7 @@ def test_an_aborted_group_is_built_anew_and_all_arrives(pairs_over: Over, pull: 
     pair = pairs_over("gloo")(wrap=wrap)
     pair.expect()
     pair.send()
-    _, sent = assert_both_done(pair)
+    _, sent = (event.account for event in pair.assert_both_done())
     assert len(channels) == 2
     assert left[0] < 0
     assert sent.nbytes >= pair.tokens.length * pair.source.layout.token_bytes
@@ -100,7 +92,7 @@ def test_a_transfer_that_is_given_up_leaves_the_link_in_step(pairs_over: Over) -
     assert pair.sender.num_links == 1
     pair.expect(lease=20, request=20)
     pair.send(lease=20, request=20)
-    assert_both_done(pair)
+    pair.assert_both_done()
 
 
 def test_without_a_trusted_network_it_is_refused_by_name(pairs_over: Over) -> None:

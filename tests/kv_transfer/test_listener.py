@@ -14,17 +14,9 @@ from strangers import is_closed_by_peer, open_socket
 from kvferry.core.errors import LinkRefused
 from kvferry.kv_transfer.endpoints import connect
 from kvferry.kv_transfer.handshake import introduce
-from kvferry.kv_transfer.jobs import Reason, ReceiveDone, SendDone, SendFailed
+from kvferry.kv_transfer.jobs import Reason, ReceiveDone, SendFailed
 from kvferry.kv_transfer.messages import decode_to_sender, encode
 from kvferry.kv_transfer.receiver_links import MAX_STRANGERS
-
-
-def assert_works(pair: Any) -> None:
-    pair.expect()
-    pair.send()
-    assert isinstance(pair.received.next(), ReceiveDone)
-    assert isinstance(pair.sent.next(), SendDone)
-    pair.assert_equal()
 
 
 def test_a_stranger_does_not_hold_up_the_end(make_shm_pair) -> None:
@@ -45,7 +37,7 @@ def test_of_too_many_strangers_the_oldest_give_way(make_shm_pair) -> None:
         for oldest in strangers[:3]:
             assert is_closed_by_peer(oldest)
         # A peer finds room, whatever they do.
-        assert_works(pair)
+        pair.assert_works()
         strangers[-1].setblocking(False)
         strangers[-1].recv(4096)
         with pytest.raises(BlockingIOError):
@@ -70,7 +62,7 @@ def test_a_wrong_secret_is_refused(make_pair) -> None:
     event = stranger.sent.next()
     assert (type(event), event.reason) == (SendFailed, Reason.REFUSED)
     assert "secret" in event.detail
-    assert_works(pair)
+    pair.assert_works()
 
 
 def test_a_receiver_must_know_the_secret_too(make_pair) -> None:

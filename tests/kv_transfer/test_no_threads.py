@@ -11,7 +11,7 @@ from typing import Any
 
 from strangers import is_closed_by_peer, open_socket
 
-from kvferry.kv_transfer.jobs import Reason, ReceiveDone, SendDone, SendFailed
+from kvferry.kv_transfer.jobs import Reason, SendFailed
 
 
 @contextmanager
@@ -24,14 +24,6 @@ def no_threads() -> Iterator[None]:
         threading.stack_size(0)
 
 
-def assert_works(pair: Any) -> None:
-    pair.expect(lease=2, attempt=2)
-    pair.send(lease=2, attempt=2)
-    assert isinstance(pair.received.next(), ReceiveDone)
-    assert isinstance(pair.sent.next(), SendDone)
-    pair.assert_equal()
-
-
 def test_a_transfer_without_a_thread_for_its_link_fails(make_loopback_pair: Any) -> None:
     pair = make_loopback_pair()
     with no_threads():
@@ -40,11 +32,11 @@ def test_a_transfer_without_a_thread_for_its_link_fails(make_loopback_pair: Any)
     assert (type(event), event.reason) == (SendFailed, Reason.INTERNAL)
     assert "thread" in event.detail
     assert pair.sender.num_links == 0
-    assert_works(pair)
+    pair.assert_works(lease=2, attempt=2)
 
 
 def test_a_connection_without_a_thread_for_it_is_closed(make_shm_pair: Any) -> None:
     pair = make_shm_pair()
     with no_threads(), open_socket(pair.receiver.endpoints[0]) as sock:
         assert is_closed_by_peer(sock)
-    assert_works(pair)
+    pair.assert_works(lease=2, attempt=2)

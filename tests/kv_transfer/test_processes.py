@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from paged_caches import slots_of
 
 from kvferry.kv_transfer.endpoints import listen
 from kvferry.kv_transfer.jobs import Reason, ReceiveDone, ReceiveFailed, SendDone, SendFailed
@@ -96,8 +97,9 @@ class Here:
     def assert_received(self) -> None:
         """The blocks hold what the sender's process filled in, whatever the block sizes."""
         slots, memory, blocks = peer_process.peer_cache(4, fill=True)
-        theirs = blocks.slot_ids(peer_process.TOKENS, memory.layout.block_size)
-        ours = self.blocks.slot_ids(peer_process.TOKENS, 16)
+        tokens = peer_process.TOKENS
+        theirs = slots_of(blocks.block_ids, *tokens, memory.layout.block_size)
+        ours = slots_of(self.blocks.block_ids, *tokens, 16)
         assert torch.equal(self.slots[:, :, ours], slots[:, :, theirs])
 
 

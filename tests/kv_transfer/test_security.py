@@ -8,7 +8,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from ipaddress import ip_address
 from pathlib import Path
@@ -226,28 +226,30 @@ def test_nothing_is_bound_but_to_loopback_unless_told(pairs_over, name: str) -> 
 @pytest.mark.parametrize("name", [name for name in SOCKETS if name != "shm"])
 def test_what_is_told_is_bound(name: str) -> None:
     before = listening_addresses()
-    listener = listen(name, ListenOptions(host="127.0.0.9"))
-    assert {address for address, _ in listening_addresses() - before} == {"127.0.0.9"}
-    listener.close()
+    with closing(listen(name, ListenOptions(host="127.0.0.9"))):
+        assert {address for address, _ in listening_addresses() - before} == {"127.0.0.9"}
 
 
 @pytest.mark.parametrize("name", ["shm", "tcp"])
 def test_a_link_begins_or_leaves_nothing_whatever_descriptors_are_left(name: str) -> None:
     """At every point of its beginning they may run out."""
-    listener = listen(name)
-    opened = False
-    allowed = 0
-    while not opened:
-        before = count_descriptors()
-        with descriptors_left(allowed):
-            opened = open_link(listener)
-        while (left_over := listener.accept(0.0)) is not None:
-            left_over.close()
-        eventually(lambda before=before: count_descriptors() == before)
-        allowed += 1
-    assert 4 < allowed < 30
-    assert open_link(listener)
-    listener.close()
+    with closing(listen(name)) as listener:
+        allowed, opened = 0, False
+        while not opened:
+            before = count_descriptors()
+            with descriptors_left(allowed):
+                opened = open_link(listener)
+            eventually(lambda before=before: drained(listener) and count_descriptors() == before)
+            allowed += 1
+        assert 4 < allowed < 30
+        assert open_link(listener)
+
+
+def drained(listener: Any) -> bool:
+    """Close what was accepted late, after its sender had given up."""
+    while (late := listener.accept(0.0)) is not None:
+        late.close()
+    return True
 
 
 def open_link(listener: Any) -> bool:

@@ -8,25 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from paged_caches import slots_of
 
 from kvferry.kv_transfer.jobs import Reason, ReceiveDone, SendDone, SendFailed
-from kvferry.kv_transfer.plan import Span
+from kvferry.kv_transfer.layout import Span
 from kvferry.kv_transfer.push import Push
-
-
-def assert_both_done(pair: Any) -> tuple[ReceiveDone, SendDone]:
-    received, sent = pair.received.next(), pair.sent.next()
-    assert isinstance(received, ReceiveDone)
-    assert isinstance(sent, SendDone)
-    pair.assert_equal()
-    return received, sent
 
 
 def test_moves_kv_between_block_sizes(make_pair) -> None:
     pair = make_pair(source_block=4, target_block=16, tokens=Span(5, 150))
     pair.expect()
     pair.send()
-    received, sent = (event.account for event in assert_both_done(pair))
+    received, sent = (event.account for event in pair.assert_both_done())
     nbytes = pair.tokens.length * pair.source.layout.token_bytes
     assert (received.nbytes, sent.nbytes) == (nbytes, nbytes)
     assert 0 < sent.busy_s <= sent.wall_s <= sent.exposed_s
@@ -43,7 +36,7 @@ def test_leaves_every_other_slot_alone(make_pair) -> None:
     pair.expect()
     pair.send()
     pair.received.next()
-    written = pair.target.blocks.slot_ids(pair.tokens, 7)
+    written = slots_of(pair.target.blocks.block_ids, *pair.tokens, 7)
     before[:, :, written] = pair.target.slots[:, :, written]
     assert before.view(torch.uint8).equal(pair.target.slots.view(torch.uint8))
     pair.assert_equal()
@@ -122,7 +115,7 @@ def test_is_sent_as_it_is_computed(make_pair, push: Push) -> None:
         pair.sender.computed(pair.key(), layers_end, tokens_end, after=(layers_end, tokens_end))
         if push is Push.LAYERS:
             memory.wait_packed(layers_end, tokens_end)
-    _, sent = assert_both_done(pair)
+    _, sent = pair.assert_both_done()
     assert sum(move.nbytes for move in memory.packed) == sent.account.nbytes
     assert sent.account.nbytes == pair.tokens.length * pair.source.layout.token_bytes
     if push is Push.LAYERS:
@@ -160,3 +153,21 @@ def test_a_type_that_is_not_converted_fails_the_attempt(make_loopback_pair) -> N
     event = pair.sent.next()
     assert (type(event), event.reason) == (SendFailed, Reason.MISMATCH)
     assert "float31" in event.detail
+
+
+@pytest.mark.parametrize(
+    ("source_block", "target_block", "tokens"),
+    [
+        (1, 32, Span(0, 1)),
+        (32, 1, Span(31, 33)),
+        (16, 16, Span(16, 48)),
+        (8, 32, Span(24, 97)),
+        (32, 8, Span(7, 200)),
+        (5, 7, Span(34, 36)),
+    ],
+)
+def test_transfers_equal_slice_and_cat(make_pair, source_block, target_block, tokens) -> None:
+    pair = make_pair(source_block, target_block, tokens)
+    pair.expect()
+    pair.send()
+    pair.assert_both_done()

@@ -6,6 +6,7 @@ import pickle
 import random
 import socket
 import struct
+from contextlib import suppress
 from typing import Any
 
 from kvferry.core.units import parse_address
@@ -59,7 +60,8 @@ def open_socket(endpoint: str, greeting: bytes | None = None) -> socket.socket:
         sock.connect(f"\0{address}")
     if greeting is None:
         greeting = CONTROL if scheme == "tcp" else b""
-    sock.sendall(greeting)
+    with suppress(ConnectionError):  # closed already: what is read next tells
+        sock.sendall(greeting)
     return sock
 
 
