@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import tempfile
 import threading
@@ -27,7 +28,10 @@ WAYS = (0, 2 << 20, 16 << 20)
 
 
 class PeerProgram:
-    """A running peer that holds the same blocks as our caches do."""
+    """A running peer that holds the same blocks as our caches do.
+
+    It stands still between its turns: the threads of peers spin, which slows down everybody else.
+    """
 
     def __init__(self, process: subprocess.Popen[str], words: IO[str], setting: Setting) -> None:
         self._process = process
@@ -63,13 +67,15 @@ class PeerProgram:
         watch = threading.Timer(TIMEOUT_S, self._process.kill)
         watch.start()
         try:
+            os.killpg(self._process.pid, signal.SIGCONT)
             self._process.stdin.write(f"{json.dumps(wanted)}\n")
             self._process.stdin.flush()
             while line := self._process.stdout.readline():
                 if line.startswith(transfer_peer.MARK):
                     found: dict[str, Any] = json.loads(line.removeprefix(transfer_peer.MARK))
+                    os.killpg(self._process.pid, signal.SIGSTOP)
                     return found
-        except BrokenPipeError:
+        except (BrokenPipeError, ProcessLookupError):
             pass
         finally:
             watch.cancel()
@@ -106,6 +112,8 @@ def peer_program(
                 stderr=words,
                 text=True,
                 env=os.environ | dict(environment or {}),
+                # One to stop; should we die meanwhile, the system ends it.
+                process_group=0,
             )
         except OSError as error:
             raise StartupError(f"{command[0]} could not be run: {error}") from None
@@ -123,9 +131,10 @@ def _end(process: subprocess.Popen[str]) -> None:
     assert process.stdin is not None
     assert process.stdout is not None
     try:
+        os.killpg(process.pid, signal.SIGCONT)
         process.stdin.close()
         process.wait(10.0)
-    except (BrokenPipeError, subprocess.TimeoutExpired):
+    except (BrokenPipeError, ProcessLookupError, subprocess.TimeoutExpired):
         process.kill()
         process.wait()
     process.stdout.close()
