@@ -11,7 +11,7 @@ setup(
         Extension(
             "kvferry.kernels.kv_pack._host_pack",
             ["kernels/kv_pack/host_pack.c"],
-            depends=["kernels/kv_pack/xxh3.h"],
+            depends=["kernels/kv_pack/progress.h", "kernels/kv_pack/xxh3.h"],
             extra_compile_args=["-O3", "-std=gnu11"],
             py_limited_api=True,
             optional=True,

@@ -18,6 +18,7 @@ from kvferry.kernels.kv_pack.host_cache import Bytes, HostCache, HostMove
 from kvferry.kernels.kv_pack.host_compiled import CompiledPack
 from kvferry.kernels.kv_pack.host_digest import HOST_DIGESTS, TileDigests
 from kvferry.kernels.kv_pack.host_rows import PagedRows
+from kvferry.kernels.kv_pack.progress import Progress
 from kvferry.kernels.kv_pack.slab import SlabShape
 from kvferry.kernels.kv_pack.tiles import Tile, tiles
 
@@ -27,15 +28,19 @@ SCALE_BYTES = 4
 
 
 def gather(
-    cache: HostCache, move: HostMove, slab: memoryview, compiled: CompiledPack | None = None
+    cache: HostCache,
+    move: HostMove,
+    slab: memoryview,
+    compiled: CompiledPack | None = None,
+    progress: Progress | None = None,
 ) -> list[int]:
     """Fill ``slab`` with what ``move`` says, in its wire's type; the digest of each tile.
 
-    Raises ValueError for what does not fit, IndexError for a block outside the cache.
+    ``progress``: told of each tile by the compiled gather alone, see ``can_follow``. Raises ValueError for what does not fit, IndexError for a block outside the cache.
     """
     shape = _checked(cache, move, slab)
     if compiled is not None and compiled.does(cache, move, shape):
-        return compiled.gather(cache, move, shape, slab)
+        return compiled.gather(cache, move, shape, slab, progress)
     return gather_tiles(cache, move, slab, HOST_DIGESTS[move.digest](shape, move.slab_index))
 
 
@@ -49,6 +54,28 @@ def scatter(
     if compiled is not None and compiled.does(cache, move, shape):
         return compiled.scatter(cache, move, shape, slab)
     return scatter_tiles(cache, move, slab, HOST_DIGESTS[move.digest](shape, move.slab_index))
+
+
+def can_follow(cache: HostCache, move: HostMove, compiled: CompiledPack | None) -> bool:
+    """Whether a gather tells its progress and a scatter can follow it, and it is worth it."""
+    shape = cache.shape(move)
+    return compiled is not None and shape.cut.num_tiles > 1 and compiled.does(cache, move, shape)
+
+
+def follow(
+    cache: HostCache,
+    move: HostMove,
+    slab: memoryview,
+    compiled: CompiledPack | None,
+    progress: Progress,
+) -> list[int] | None:
+    """``scatter`` while the slab is being filled, tile by tile. None when nothing can follow, or
+    the other side does not go on; some tiles may have been written then. Raises as ``gather`` does.
+    """
+    shape = _checked(cache, move, slab)
+    if compiled is None or not compiled.does(cache, move, shape):
+        return None
+    return compiled.follow(cache, move, shape, slab, progress)
 
 
 def gather_tiles(

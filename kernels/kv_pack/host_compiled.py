@@ -16,13 +16,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.kernels.kv_pack.host_cache import HostCache, HostMove
+from kvferry.kernels.kv_pack.progress import Progress
 from kvferry.kernels.kv_pack.slab import SlabShape
 
-ABI = 1
+ABI = 2
 """As in ``host_pack.c``: a library left behind by an older version is not used."""
 SHORT = 240
 """xxh3 treats inputs of so many bytes, and fewer, in other ways, which are not compiled."""
 NAME = "_host_pack"
+_OUTSIDE, _GIVEN_UP = 1, 2
+"""What the move returns, but for 0: as in ``host_pack.c``."""
 LANES = {0: "plain C", 1: "AVX2", 2: "AVX-512"}
 
 
@@ -48,6 +51,14 @@ class _Range(ctypes.Structure):
     )
 
 
+class _Progress(ctypes.Structure):
+    _fields_ = (
+        ("word", ctypes.c_void_p),
+        ("grant", ctypes.c_uint64),
+        ("patience_ns", ctypes.c_int64),
+    )
+
+
 class CompiledPack:
     """One library. Raises OSError when it cannot be loaded or has another version."""
 
@@ -65,6 +76,7 @@ class CompiledPack:
             ctypes.c_uint64,
             ctypes.c_void_p,
             ctypes.c_int,
+            ctypes.POINTER(_Progress),
         )
         self.lanes: str = LANES[library.kvferry_lanes()]
         """What it computes digests with."""
@@ -78,20 +90,50 @@ class CompiledPack:
         return cache.dtype is move.wire and move.digest == "xxh3" and shortest > SHORT
 
     def gather(
-        self, cache: HostCache, move: HostMove, shape: SlabShape, slab: memoryview
+        self,
+        cache: HostCache,
+        move: HostMove,
+        shape: SlabShape,
+        slab: memoryview,
+        progress: Progress | None = None,
     ) -> list[int]:
-        """See ``host``. The move, its shape and the slab are checked."""
-        return self._run(cache, move, shape, slab, True)
+        """See ``host``. The move, its shape and the slab are checked. ``progress`` is told of each
+        tile.
+        """
+        digests = self._run(cache, move, shape, slab, True, progress)
+        assert digests is not None
+        return digests
 
     def scatter(
         self, cache: HostCache, move: HostMove, shape: SlabShape, slab: memoryview
     ) -> list[int]:
         """The reverse of ``gather``: each byte is read once, digested and written."""
-        return self._run(cache, move, shape, slab, False)
+        digests = self._run(cache, move, shape, slab, False, None)
+        assert digests is not None
+        return digests
+
+    def follow(
+        self,
+        cache: HostCache,
+        move: HostMove,
+        shape: SlabShape,
+        slab: memoryview,
+        progress: Progress,
+    ) -> list[int] | None:
+        """Scatter each tile as soon as it is filled. None, with some tiles written, when the next
+        one is not filled within the patience.
+        """
+        return self._run(cache, move, shape, slab, False, progress)
 
     def _run(
-        self, cache: HostCache, move: HostMove, shape: SlabShape, slab: memoryview, is_gather: bool
-    ) -> list[int]:
+        self,
+        cache: HostCache,
+        move: HostMove,
+        shape: SlabShape,
+        slab: memoryview,
+        is_gather: bool,
+        progress: Progress | None,
+    ) -> list[int] | None:
         tensors = (_Tensor * len(cache.tensors))()
         for tensor, data in zip(tensors, cache.tensors, strict=True):
             offset = 2 * move.layers[0] * data.row_bytes + move.heads[0] * data.head_bytes
@@ -112,10 +154,18 @@ class CompiledPack:
         )
         digests = (ctypes.c_uint64 * cut.num_tiles)()
         address = _address(np.frombuffer(slab, np.uint8))
-        seed = move.slab_index << 32
-        if self._move(tensors, len(tensors), tokens, address, seed, digests, is_gather):
+        seed, shared = move.slab_index << 32, None if progress is None else _shared(progress)
+        status = self._move(
+            tensors, len(tensors), tokens, address, seed, digests, is_gather, shared
+        )
+        if status == _OUTSIDE:
             raise IndexError(f"blocks: one is outside the cache of {tokens.num_blocks}")
-        return list(digests)
+        return None if status == _GIVEN_UP else list(digests)
+
+
+def _shared(progress: Progress) -> _Progress:
+    word = _address(np.frombuffer(progress.word, np.uint64))
+    return _Progress(word, progress.grant, int(progress.patience_s * 1e9))
 
 
 def _address(array: NDArray[Any]) -> int:

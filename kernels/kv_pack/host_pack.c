@@ -6,9 +6,11 @@
  * quantised type) follows the one before it in the slab, and so it does in a tile's digest.
  */
 
+#include "progress.h"
 #include "xxh3.h"
 
-enum { ABI = 1 };
+enum { ABI = 2 };
+enum { MOVED, OUTSIDE, GIVEN_UP };
 
 typedef struct {
     uint8_t *cache;      /* first byte of the range in its first row */
@@ -60,14 +62,16 @@ static void move_tokens(digest_t *digest, const tensor_t *tensor, const range_t 
 }
 
 /* Between the cache and a slab; `digests` has one number per tile. The seed of a tile is `seed` with
- * its number in the low half. Returns 0; or 1, with nothing moved, for a block outside the cache. */
+ * its number in the low half. A gather says in `progress`, unless that is null, which tiles it has
+ * filled; a scatter waits for each there. Returns OUTSIDE, with nothing moved, for a block outside
+ * the cache, GIVEN_UP when the gather did not go on. */
 int kvferry_move(const tensor_t *tensors, int num_tensors, const range_t *range, uint8_t *slab,
-                 uint64_t seed, uint64_t *digests, int is_gather)
+                 uint64_t seed, uint64_t *digests, int is_gather, const progress_t *progress)
 {
     int64_t end = range->begin + range->tokens;
     for (int64_t i = range->begin / range->block_size; i * range->block_size < end; i++)
         if (range->blocks[i] < 0 || range->blocks[i] >= range->num_blocks)
-            return 1;
+            return OUTSIDE;
     uint8_t *parts[2];
     int64_t token_bytes = 0;
     for (int i = 0; i < num_tensors; i++) {
@@ -83,6 +87,10 @@ int kvferry_move(const tensor_t *tensors, int num_tensors, const range_t *range,
             int64_t token_end = token + range->tokens_per_tile;
             if (token_end > range->tokens)
                 token_end = range->tokens;
+            if (progress && !is_gather && !wait_filled(progress, tile + 1)) {
+                __sync_synchronize();
+                return GIVEN_UP;
+            }
             digest_t digest;
             begin_digest(&digest, seed | tile,
                          (row_end - row) * (token_end - token) * token_bytes, !is_gather);
@@ -91,11 +99,13 @@ int kvferry_move(const tensor_t *tensors, int num_tensors, const range_t *range,
                     move_tokens(&digest, &tensors[i], range, r, token, token_end, &parts[i],
                                 is_gather);
             digests[tile] = end_digest(&digest);
+            if (progress && is_gather)
+                tell_filled(progress, tile + 1);
         }
     }
     if (!is_gather)
         __sync_synchronize(); /* streamed writes come in no order */
-    return 0;
+    return MOVED;
 }
 
 int kvferry_abi(void) { return ABI; }

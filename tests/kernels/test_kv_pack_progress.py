@@ -1,0 +1,123 @@
+"""A scatter follows the gather that fills its slab, tile by tile."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from host_moves import make_move
+from paged_caches import copied, poison, same_bytes
+
+from kvferry.kernels.kv_pack.host import can_follow, follow, gather
+from kvferry.kernels.kv_pack.host_cache import HostCache, HostMove
+from kvferry.kernels.kv_pack.host_compiled import CompiledPack, compiled_pack
+from kvferry.kernels.kv_pack.progress import WORD_BYTES, Progress
+
+PATIENT_S, HASTY_S = 20.0, 0.01
+NUM_TOKENS = 2048
+SHAPE = (2, 2, NUM_TOKENS, 2, 64)
+
+
+@pytest.fixture
+def pack() -> CompiledPack:
+    found = compiled_pack()
+    if found is None:
+        pytest.skip("the installation built no host pack")
+    return found
+
+
+@pytest.fixture
+def word() -> memoryview:
+    return memoryview(bytearray(WORD_BYTES))[:8]
+
+
+class Side:
+    """A cache, and a move of all of it that has several tiles."""
+
+    def __init__(self, seed: int) -> None:
+        self.kv = poison(SHAPE, torch.float32, seed)
+        self.cache = HostCache(self.kv, 16)
+        self.move: HostMove = make_move(
+            blocks=np.random.default_rng(seed).permutation(NUM_TOKENS // 16).astype(np.int32),
+            tokens=(5, NUM_TOKENS - 3),
+            layers=(0, 2),
+            heads=(0, 2),
+        )
+
+
+def slab_for(side: Side) -> memoryview:
+    return memoryview(bytearray(side.cache.shape(side.move).nbytes))
+
+
+def test_what_follows_writes_what_is_gathered(pack: CompiledPack, word: memoryview) -> None:
+    source, target = Side(1), Side(2)
+    slab = slab_for(source)
+    with ThreadPoolExecutor(1) as pool:
+        following = pool.submit(
+            follow, target.cache, target.move, slab, pack, Progress(word, 7, PATIENT_S)
+        )
+        packed = gather(source.cache, source.move, slab, pack, Progress(word, 7))
+        assert following.result() == packed
+    assert len(packed) > 4
+    again = slab_for(target)
+    assert gather(target.cache, target.move, again, pack) == packed
+    assert again == slab
+
+
+def test_each_tile_is_taken_as_soon_as_it_is_filled(pack: CompiledPack, word: memoryview) -> None:
+    """Whoever fills the slab stops after three tiles: those are there, no other is touched."""
+    source, target = Side(1), Side(2)
+    slab = slab_for(source)
+    packed = gather(source.cache, source.move, slab, pack)
+    before = copied(target.kv)
+    np.frombuffer(word, np.uint64)[0] = 7 << 20 | 3
+    assert follow(target.cache, target.move, slab, pack, Progress(word, 7, HASTY_S)) is None
+    assert not same_bytes(before, target.kv)
+    taken = slab_for(target)
+    digests = gather(target.cache, target.move, taken, pack)
+    assert digests[:3] == packed[:3]
+    assert not any(ours == theirs for ours, theirs in zip(digests[3:], packed[3:], strict=True))
+
+
+@pytest.mark.parametrize("left", [0, 6 << 20 | 99, 8 << 20 | 99, 2**64 - 1])
+def test_what_another_use_left_counts_for_nothing(
+    pack: CompiledPack, word: memoryview, left: int
+) -> None:
+    target = Side(2)
+    before = copied(target.kv)
+    np.frombuffer(word, np.uint64)[0] = left
+    progress = Progress(word, 7, HASTY_S)
+    assert follow(target.cache, target.move, slab_for(target), pack, progress) is None
+    assert same_bytes(before, target.kv)
+
+
+def test_a_slow_gather_is_waited_for(pack: CompiledPack, word: memoryview) -> None:
+    source, target = Side(1), Side(2)
+    slab = slab_for(source)
+    packed = gather(source.cache, source.move, slab, pack)
+    tiles = np.frombuffer(word, np.uint64)
+
+    def tell() -> None:
+        for number in range(1, len(packed) + 1):
+            threading.Event().wait(0.002)
+            tiles[0] = 7 << 20 | number
+
+    with ThreadPoolExecutor(1) as pool:
+        telling = pool.submit(tell)
+        progress = Progress(word, 7, PATIENT_S)
+        assert follow(target.cache, target.move, slab, pack, progress) == packed
+        telling.result()
+
+
+def test_nothing_follows_without_the_compiled_pack_or_tiles_to_wait_for(
+    pack: CompiledPack, word: memoryview
+) -> None:
+    side = Side(1)
+    assert can_follow(side.cache, side.move, pack)
+    assert not can_follow(side.cache, side.move, None)
+    assert not can_follow(side.cache, make_move(blocks=side.move.blocks), pack)
+    progress = Progress(word, 7, PATIENT_S)
+    assert follow(side.cache, side.move, slab_for(side), None, progress) is None
