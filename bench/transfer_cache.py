@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from kvferry.kernels.kv_pack.progress import Progress
 from kvferry.kv_transfer.jobs import BlockTable
 from kvferry.kv_transfer.layout import QUANTISED_BYTES, KvLayout, Span
 from kvferry.kv_transfer.memory import Form, KvMemory, PagedKvMemory
@@ -77,7 +78,13 @@ class PlainMemory:
         return True
 
     def pack(
-        self, blocks: BlockTable, move: SlabMove, form: Form, slab: Slab, after: object = None
+        self,
+        blocks: BlockTable,
+        move: SlabMove,
+        form: Form,
+        slab: Slab,
+        after: object = None,
+        progress: Progress | None = None,
     ) -> list[int]:
         np.copyto(np.frombuffer(slab, np.uint8), self._part(move))
         return []
@@ -85,6 +92,14 @@ class PlainMemory:
     def scatter(self, blocks: BlockTable, move: SlabMove, form: Form, slab: Slab) -> list[int]:
         np.copyto(self._part(move), np.frombuffer(slab, np.uint8))
         return []
+
+    def can_follow(self, blocks: BlockTable, move: SlabMove, form: Form) -> bool:
+        return False
+
+    def follow(
+        self, blocks: BlockTable, move: SlabMove, form: Form, slab: Slab, progress: Progress
+    ) -> list[int] | None:
+        return None
 
     def _part(self, move: SlabMove) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
         """As many bytes as the move has, at a place of their own: slabs of several layers have all

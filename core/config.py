@@ -139,8 +139,8 @@ class TransferConfig(Section):
         False,
         description="Allow transports that cannot prove who connects to them: gloo, nccl and nixl.",
     )
-    staging: Bytes = Field(parse_bytes("64MiB"), description="Slab memory per decode worker.")
-    slab: Bytes = Field(parse_bytes("2MiB"), description="Slab size aimed at.")
+    staging: Bytes = Field(parse_bytes("128MiB"), description="Slab memory per decode worker.")
+    slab: Bytes = Field(parse_bytes("8MiB"), description="Size of a slab at most.")
     progress_timeout_s: Seconds = Field(
         5.0, description="A transfer without progress for this long is resent once, then fails."
     )

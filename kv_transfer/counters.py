@@ -18,6 +18,8 @@ class Tally(StrEnum):
     """Headers must have been lost, and were asked for again."""
     WAIT = "wait"
     """A slab found another one of its lease being scattered."""
+    FOLLOWED = "followed"
+    """A slab was scattered while it was filled."""
     PROBE = "probe"
     """Slabs of probes."""
     PROBE_DAMAGED = "probe_damaged"

@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvferry.kernels.kv_pack.digest import digests
+from kvferry.kernels.kv_pack.progress import Progress
 from kvferry.kernels.kv_pack.slab import KvSlots, Range, Tokens, slab_shape
 from kvferry.kernels.kv_pack.wrapper import gather, scatter
 from kvferry.kv_transfer.device_lane import Lane
@@ -83,12 +84,26 @@ class DeviceKvMemory:
         return blocks.is_fresh(self._generations, move.tokens, self.layout.block_size)
 
     def pack(
-        self, blocks: BlockTable, move: SlabMove, form: Form, slab: Slab, after: object = None
+        self,
+        blocks: BlockTable,
+        move: SlabMove,
+        form: Form,
+        slab: Slab,
+        after: object = None,
+        progress: Progress | None = None,
     ) -> list[int]:
         return self.begin_pack(blocks, move, form, slab, after).finish()
 
     def scatter(self, blocks: BlockTable, move: SlabMove, form: Form, slab: Slab) -> list[int]:
         return self.begin_scatter(blocks, move, form, slab).finish()
+
+    def can_follow(self, blocks: BlockTable, move: SlabMove, form: Form) -> bool:
+        return False
+
+    def follow(
+        self, blocks: BlockTable, move: SlabMove, form: Form, slab: Slab, progress: Progress
+    ) -> list[int] | None:
+        return None
 
     def begin_pack(
         self, blocks: BlockTable, move: SlabMove, form: Form, slab: Slab, after: object = None

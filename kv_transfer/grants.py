@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvferry.core.errors import LinkLost, ProtocolError
 from kvferry.core.ids import LeaseId
-from kvferry.kv_transfer.messages import Credit, Header, Sample
+from kvferry.kv_transfer.messages import Credit, Filling, Header, Sample
 from kvferry.kv_transfer.transport import Inlet, Slab
 
 PULLS = 4
@@ -86,9 +86,21 @@ class Grants:
         if grant.message is not None:
             return False
         grant.message, grant.since_s = message, self._clock()
-        if not 0 < grant.nbytes <= self._slab_bytes:
-            raise ProtocolError(f"{grant.nbytes} bytes in a slab of {self._slab_bytes}")
+        self._check_size(grant.nbytes)
         return True
+
+    def being_filled(self, message: Filling) -> tuple[Slab, memoryview] | None:
+        """A slab that its sender fills now, and its word of progress; None when it was granted for
+        something else, or is not shared. Raises ProtocolError for more bytes than it has.
+        """
+        nbytes, grant = message.header.nbytes, self._grants.get(message.slab)
+        if grant is None or grant.message is not None:
+            return None
+        word = self._inlet.progress(message.slab)
+        if word is None or (grant.number, grant.lease) != (message.grant, message.header.lease):
+            return None
+        self._check_size(nbytes)
+        return self._inlet.slab(message.slab)[:nbytes], word
 
     def filled(self) -> list[Header | Sample]:
         """In the order in which they were granted."""
@@ -154,3 +166,7 @@ class Grants:
 
     def close(self) -> None:
         self._inlet.close()
+
+    def _check_size(self, nbytes: int) -> None:
+        if not 0 < nbytes <= self._slab_bytes:
+            raise ProtocolError(f"{nbytes} bytes in a slab of {self._slab_bytes}")

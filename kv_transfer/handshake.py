@@ -44,8 +44,8 @@ class LinkOptions:
     beat_s: float = 1.0
     silence_s: float = 5.0
     """A peer silent for so long is lost; also the longest wait to send, connect or be greeted."""
-    slab_bytes: int = 2 << 20
-    staging_bytes: int = 64 << 20
+    slab_bytes: int = 8 << 20
+    staging_bytes: int = 128 << 20
     """Slab memory of a receiver, all links together."""
     expected_links: int = 8
     """Links among which a receiver's slab memory is to be shared out."""

@@ -35,6 +35,8 @@ class Lease:
     """Who sends. Another life of that worker knows nothing of this attempt."""
     offered_s: float | None = None
     """When its sender first stood ready; what came before is the prompt's computation."""
+    num_scatters: int = 0
+    """That have returned, however they went."""
     account: Account = field(default_factory=Account)
     watchers: dict[Callable[[], None], None] = field(default_factory=dict)
     """Wake the links that have offered for it, in that order."""

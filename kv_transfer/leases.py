@@ -179,7 +179,7 @@ class LeaseTable:
             if fault is not None:
                 return self._mismatch(lease, fault, news)
             lease.state = advance(lease.state, Event.COPY)
-            return Verdict(Answer.SCATTER, job=lease.job)
+            return Verdict(Answer.SCATTER, job=lease.job, num_scatters=lease.num_scatters)
 
     def recall(self, source: Source, header: SlabHeader) -> Verdict | None:
         """What to answer to a slab whose memory has another use by now.
@@ -203,11 +203,7 @@ class LeaseTable:
             lease = self._leases[LeaseId(header.lease)]
             lease.account.nbytes += header.nbytes
             lease.account.busy_s += busy_s
-            news += lease.waiting
-            lease.waiting.clear()
-            lease.state = advance(lease.state, Event.COPIED)
-            if lease.state.is_ended:
-                self._bury(lease, news)
+            if not self._copied(lease, news):
                 return self._count(Verdict(Answer.ABORT, Reason.ENDED))
             verdict = self._judge(lease, source, header, outcome)
             if verdict.answer is Answer.ABORT and verdict.reason is not None:
@@ -217,6 +213,39 @@ class LeaseTable:
                 lease.watchers.pop(source.wake, None)
                 self._end(lease, Event.COMPLETE, lease.done(self._clock()), news)
             return verdict
+
+    def claim_filling(self, source: Source, header: SlabHeader) -> ReceiveJob | None:
+        """Ask to scatter a slab that is still being filled; None: not now, whatever the reason.
+        Otherwise ``settle_filling`` must follow.
+        """
+        with self._lock:
+            if self._refusal(source, header.key, LeaseId(header.lease)) is not None:
+                return None
+            lease = self._leases[LeaseId(header.lease)]
+            if lease.state is State.COPYING or lease.has(source.rank, header):
+                return None
+            if lease.fault(header) is not None:
+                return None
+            lease.state = advance(lease.state, Event.COPY)
+            return lease.job
+
+    def settle_filling(self, header: SlabHeader) -> int:
+        """The scatter has returned. How many there were of its lease."""
+        with self._changing() as news:
+            lease = self._leases[LeaseId(header.lease)]
+            self._copied(lease, news)
+            return lease.num_scatters
+
+    def _copied(self, lease: Lease, news: _News) -> bool:
+        """A scatter has returned. Whether the lease lives on."""
+        lease.num_scatters += 1
+        news += lease.waiting
+        lease.waiting.clear()
+        lease.state = advance(lease.state, Event.COPIED)
+        if lease.state.is_ended:
+            self._bury(lease, news)
+            return False
+        return True
 
     def _judge(self, lease: Lease, source: Source, header: SlabHeader, outcome: Outcome) -> Verdict:
         match outcome:

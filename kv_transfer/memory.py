@@ -9,10 +9,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvferry.kernels.kv_pack.host import gather, scatter
+from kvferry.kernels.kv_pack.host import can_follow, follow, gather, scatter
 from kvferry.kernels.kv_pack.host_cache import HostCache, HostMove
 from kvferry.kernels.kv_pack.host_compiled import compiled_pack
 from kvferry.kernels.kv_pack.host_digest import HOST_DIGESTS
+from kvferry.kernels.kv_pack.progress import Progress
 from kvferry.kernels.kv_pack.slab import KvSlots
 from kvferry.kv_transfer.jobs import BlockTable
 from kvferry.kv_transfer.layout import QUANTISED_BYTES, KvLayout, Shard
@@ -51,16 +52,35 @@ class KvMemory(Protocol):
         ...
 
     def pack(
-        self, blocks: BlockTable, move: SlabMove, form: Form, slab: Slab, after: object = None
+        self,
+        blocks: BlockTable,
+        move: SlabMove,
+        form: Form,
+        slab: Slab,
+        after: object = None,
+        progress: Progress | None = None,
     ) -> list[int]:
         """Fill a slab of ``move.nbytes`` from the blocks; the digest of each tile.
 
         ``after``: an event of the device that the pack has to wait for, as the runner gave it.
+        ``progress``: told of each tile, where ``can_follow`` says so.
         """
         ...
 
     def scatter(self, blocks: BlockTable, move: SlabMove, form: Form, slab: Slab) -> list[int]:
         """Write a slab into the blocks; the digest of each tile, of the very bytes written."""
+        ...
+
+    def can_follow(self, blocks: BlockTable, move: SlabMove, form: Form) -> bool:
+        """Whether a pack tells its progress and a scatter can follow it, and it is worth it."""
+        ...
+
+    def follow(
+        self, blocks: BlockTable, move: SlabMove, form: Form, slab: Slab, progress: Progress
+    ) -> list[int] | None:
+        """``scatter`` while the slab is being filled. None, with part of it written or nothing,
+        when the pack does not go on, or ``can_follow`` says no.
+        """
         ...
 
 
@@ -98,12 +118,28 @@ class PagedKvMemory:
         return blocks.is_fresh(self._generations, move.tokens, self.layout.block_size)
 
     def pack(
-        self, blocks: BlockTable, move: SlabMove, form: Form, slab: Slab, after: object = None
+        self,
+        blocks: BlockTable,
+        move: SlabMove,
+        form: Form,
+        slab: Slab,
+        after: object = None,
+        progress: Progress | None = None,
     ) -> list[int]:
-        return gather(self._cache, self._host_move(blocks, move, form), slab, self._compiled)
+        host_move = self._host_move(blocks, move, form)
+        return gather(self._cache, host_move, slab, self._compiled, progress)
 
     def scatter(self, blocks: BlockTable, move: SlabMove, form: Form, slab: Slab) -> list[int]:
         return scatter(self._cache, self._host_move(blocks, move, form), slab, self._compiled)
+
+    def can_follow(self, blocks: BlockTable, move: SlabMove, form: Form) -> bool:
+        return can_follow(self._cache, self._host_move(blocks, move, form), self._compiled)
+
+    def follow(
+        self, blocks: BlockTable, move: SlabMove, form: Form, slab: Slab, progress: Progress
+    ) -> list[int] | None:
+        host_move = self._host_move(blocks, move, form)
+        return follow(self._cache, host_move, slab, self._compiled, progress)
 
     def _host_move(self, blocks: BlockTable, move: SlabMove, form: Form) -> HostMove:
         return HostMove(

@@ -37,7 +37,7 @@ from kvferry.kv_transfer.jobs import Reason
 from kvferry.kv_transfer.layout import Span
 from kvferry.kv_transfer.plan import SlabMove
 
-PROTOCOL = 2
+PROTOCOL = 3
 MAX_FRAME = 1 << 20
 """Bytes of a frame at most."""
 MAX_HANDSHAKE_FRAME = 1024
@@ -134,6 +134,17 @@ class Header(Message, frozen=True):
     header: SlabHeader
 
 
+class Filling(Message, frozen=True):
+    """A slab in memory that both sides share is being filled: whoever likes may scatter it
+    meanwhile. Nothing is owed to it; what counts is the Header that follows.
+    """
+
+    slab: Count
+    grant: Count
+    header: SlabHeader
+    """Without digests."""
+
+
 class Ack(Message, frozen=True):
     lease: Count
     index: Count
@@ -202,7 +213,7 @@ class Beat(Message, frozen=True):
 ToSender = (
     Challenge | Welcome | Refused | Credit | Pull | Ack | Resend | Missing | Complete | Abort | Beat
 )
-ToReceiver = Proof | Offer | Header | Return | Abort | Beat | Measure | Sample
+ToReceiver = Proof | Offer | Filling | Header | Return | Abort | Beat | Measure | Sample
 PROBE_LEASE = 0
 """No lease of a worker has this id: leases count from 1."""
 

@@ -131,10 +131,13 @@ class Transfer:
         self.progress = progress
         return whole or self.owed.least_bytes < self.nbytes
 
-    def cut(self, slab_bytes: int, now: float) -> bool:
+    def cut(
+        self, slab_bytes: int, now: float, is_followed: Callable[[], bool] = lambda: False
+    ) -> bool:
         """Cut what became ready since the last call; whether there was any.
 
-        Raises TransferFailed for a slab too small for one token of one layer.
+        ``is_followed``: whether the receiver scatters its slabs while they are filled. Raises
+        TransferFailed for a slab too small for one token of one layer.
         """
         progress = self.progress
         if progress is None or progress is self._seen:
@@ -145,7 +148,7 @@ class Transfer:
         if not self._cutters:
             owed, tokens = self.owed, self.job.tokens
             least_bytes = owed.least_bytes / len(owed.parts)
-            slab_bytes = best_slab_bytes(self.nbytes, slab_bytes)
+            slab_bytes = best_slab_bytes(self.nbytes, slab_bytes, is_followed())
             self._cutters = tuple(
                 Cutter(part, tokens, owed.head_bytes, slab_bytes, least_bytes)
                 for part in owed.parts

@@ -114,12 +114,15 @@ def slab_nbytes(head_bytes: int, layers: Span, heads: Span, tokens: Span) -> int
     return layers.length * 2 * tokens.length * heads.length * head_bytes
 
 
-def best_slab_bytes(nbytes: int, slab_bytes: int) -> int:
+def best_slab_bytes(nbytes: int, slab_bytes: int, is_followed: bool = False) -> int:
     """The size of slabs, ``slab_bytes`` at most, that moves a transfer of ``nbytes`` soonest.
 
     The receiver is one slab behind the sender: s bytes, and n slabs cost ``SLAB_COST_BYTES`` each,
-    with n s = nbytes. Not so small that parts of it would be below ``LEAST_SLAB_BYTES``.
+    with n s = nbytes. Not so small that parts of it would be below ``LEAST_SLAB_BYTES``. A receiver
+    that scatters slabs while they are filled is never so far behind, so the fewest are best.
     """
+    if is_followed:
+        return slab_bytes
     return min(slab_bytes, max(3 * LEAST_SLAB_BYTES, isqrt(nbytes * SLAB_COST_BYTES)))
 
 

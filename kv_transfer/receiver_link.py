@@ -17,7 +17,7 @@ from kvferry.core.ids import AttemptKey, LeaseId
 from kvferry.kv_transfer.counters import Tally
 from kvferry.kv_transfer.grants import Grants
 from kvferry.kv_transfer.handshake import Admitted, LinkOptions
-from kvferry.kv_transfer.jobs import Reason, ReceiveJob
+from kvferry.kv_transfer.jobs import Reason
 from kvferry.kv_transfer.leases import LeaseTable
 from kvferry.kv_transfer.memory import KvMemory
 from kvferry.kv_transfer.messages import (
@@ -26,6 +26,7 @@ from kvferry.kv_transfer.messages import (
     Ack,
     Beat,
     Complete,
+    Filling,
     Header,
     Measure,
     Message,
@@ -41,9 +42,9 @@ from kvferry.kv_transfer.messages import (
 )
 from kvferry.kv_transfer.pulse import Pulse
 from kvferry.kv_transfer.receiver_probes import LinkProbe, ProbeTurn, sample_digest
-from kvferry.kv_transfer.scatter import scatter_verified
+from kvferry.kv_transfer.scatter import Scatter
 from kvferry.kv_transfer.transport import Channel
-from kvferry.kv_transfer.verdicts import Answer, Outcome, Source, Verdict
+from kvferry.kv_transfer.verdicts import Answer, Source, Verdict
 from kvferry.kv_transfer.wants import Wants
 
 UNUSED_TIMEOUTS = 3.0
@@ -66,15 +67,14 @@ class ReceiverLink:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._channel = channel
-        self._memory = memory
         self._leases = leases
         self._counters = leases.counters
         self._options = options
         self._clock = clock
         self._is_device = admitted.inlet.is_device
-        self._digest = admitted.digest
         self._grants = Grants(admitted.inlet, admitted.num_slabs, admitted.slab_bytes, clock)
         self._source = Source(admitted.peer, admitted.rank, channel.transport, self._leases_moved)
+        self._scatter = Scatter(memory, leases, self._source, admitted.digest, clock)
         self._wants = Wants()
         self._offered: dict[LeaseId, AttemptKey] = {}
         """Leases whose sender has not been told of their end."""
@@ -116,6 +116,8 @@ class ReceiverLink:
         match message:
             case Offer():
                 self._offer(message)
+            case Filling():
+                self._filling(message)
             case Header():
                 self._header(message)
             case Return():
@@ -175,6 +177,11 @@ class ReceiverLink:
         self._offered[lease] = offer.key
         self._wants.offer(lease, offer.key, offer.slabs)
 
+    def _filling(self, message: Filling) -> None:
+        shared = self._grants.being_filled(message)
+        if shared is not None:
+            self._scatter.follow(message, *shared)
+
     def _header(self, message: Header) -> None:
         header = message.header
         gap = self._leases.gap(self._source, header)
@@ -208,6 +215,7 @@ class ReceiverLink:
         if isinstance(message, Sample):
             self._sample(message)
             return
+        slab = self._grants.bytes_of(message)
         verdict = self._leases.claim(self._source, message.header)
         if verdict.answer is Answer.WAIT:
             self._counters.tally(Tally.WAIT)
@@ -215,20 +223,9 @@ class ReceiverLink:
                 return
             verdict = self._leases.stuck(message.header)
         elif verdict.job is not None:
-            verdict = self._scatter(message, verdict.job)
+            verdict = self._scatter.write(message, verdict, slab)
         self._grants.take_back(message.slab, message.grant)
         self._reply(message, verdict)
-
-    def _scatter(self, message: Header, job: ReceiveJob) -> Verdict:
-        outcome = Outcome.BROKEN
-        started_s = self._clock()
-        try:
-            slab = self._grants.bytes_of(message)
-            outcome = scatter_verified(self._memory, job, message.header, self._digest, slab)
-        finally:
-            busy_s = self._clock() - started_s
-            verdict = self._leases.settle(self._source, message.header, outcome, busy_s)
-        return verdict
 
     def _sample(self, message: Sample) -> None:
         kind: type[Ack | Resend] = Ack

@@ -1,23 +1,119 @@
-"""From a slab into leased blocks, checked on both sides of the write."""
+"""From the slabs of one link into leased blocks, checked on both sides of the write."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvferry.kernels.kv_pack.progress import Progress
+from kvferry.kv_transfer.counters import Tally
 from kvferry.kv_transfer.jobs import ReceiveJob
+from kvferry.kv_transfer.leases import LeaseTable
 from kvferry.kv_transfer.memory import Form, KvMemory
-from kvferry.kv_transfer.messages import SlabHeader
+from kvferry.kv_transfer.messages import Filling, Header, SlabHeader
 from kvferry.kv_transfer.transport import Slab
-from kvferry.kv_transfer.verdicts import Outcome
+from kvferry.kv_transfer.verdicts import Outcome, Source, Verdict
+
+PATIENCE_S = 0.002
+"""Whoever follows a pack gives up when it stands still for so long, and scatters the slab later."""
 
 
-def scatter_verified(
-    memory: KvMemory, job: ReceiveJob, header: SlabHeader, digest: str, slab: Slab
-) -> Outcome:
-    """Write a claimed slab into its lease's blocks. ``digest``: the link's scheme."""
-    move = header.move
-    if not memory.is_fresh(job.blocks, move):
-        return Outcome.STALE
-    digests = memory.scatter(job.blocks, move, Form(header.wire, digest), slab)
-    if not memory.is_fresh(job.blocks, move):
-        # It was given away while we wrote: whoever has it now must not trust it either.
-        return Outcome.STALE
-    return Outcome.VERIFIED if digests == header.digests else Outcome.DAMAGED
+@dataclass(frozen=True, slots=True)
+class _Followed:
+    """A slab that was scattered while it was filled."""
+
+    filling: Filling
+    digests: list[int]
+    num_scatters: int
+    """Of its lease, this one included: with another one after it, it counts for nothing."""
+    busy_s: float
+
+    def is_of(self, message: Header, num_scatters: int) -> bool:
+        """Whether the blocks hold what this header tells of, if its digests say so."""
+        ours, header = self.filling.header, message.header
+        return (
+            (self.filling.grant, self.num_scatters) == (message.grant, num_scatters)
+            and (ours.key, ours.lease, ours.wire) == (header.key, header.lease, header.wire)
+            and ours.move == header.move
+        )
+
+
+class Scatter:
+    """All of it belongs to the link's thread."""
+
+    def __init__(
+        self,
+        memory: KvMemory,
+        leases: LeaseTable,
+        source: Source,
+        digest: str,
+        clock: Callable[[], float],
+    ) -> None:
+        """``digest``: the link's scheme."""
+        self._memory = memory
+        self._leases = leases
+        self._source = source
+        self._digest = digest
+        self._clock = clock
+        self._followed: _Followed | None = None
+        """The newest: its sender fills one slab after another."""
+
+    def follow(self, filling: Filling, slab: Slab, word: memoryview) -> None:
+        """Write a slab while it is being filled, if that can be done; its header decides whether
+        that counts.
+        """
+        self._followed = None
+        job = self._leases.claim_filling(self._source, filling.header)
+        if job is None:
+            return
+        digests: list[int] | None = None
+        started_s = self._clock()
+        try:
+            progress = Progress(word, filling.grant, PATIENCE_S)
+            digests = self._copy_filling(job, filling.header, slab, progress)
+        finally:
+            num_scatters = self._leases.settle_filling(filling.header)
+        if digests is not None:
+            busy_s = self._clock() - started_s
+            self._followed = _Followed(filling, digests, num_scatters, busy_s)
+
+    def write(self, message: Header, claimed: Verdict, slab: Slab) -> Verdict:
+        """Bring a claimed slab into its blocks, unless it was followed there, and settle it."""
+        assert claimed.job is not None
+        header, followed = message.header, self._followed
+        outcome, busy_s, started_s = Outcome.BROKEN, 0.0, self._clock()
+        try:
+            if (
+                followed is not None
+                and followed.is_of(message, claimed.num_scatters)
+                and followed.digests == header.digests
+                and self._memory.is_fresh(claimed.job.blocks, header.move)
+            ):
+                self._leases.counters.tally(Tally.FOLLOWED)
+                outcome, busy_s = Outcome.VERIFIED, followed.busy_s
+            else:
+                outcome = self._copy(claimed.job, header, slab)
+        finally:
+            busy_s += self._clock() - started_s
+            verdict = self._leases.settle(self._source, header, outcome, busy_s)
+        return verdict
+
+    def _copy_filling(
+        self, job: ReceiveJob, header: SlabHeader, slab: Slab, progress: Progress
+    ) -> list[int] | None:
+        move, form = header.move, Form(header.wire, self._digest)
+        if not self._memory.can_follow(job.blocks, move, form):
+            return None
+        if not self._memory.is_fresh(job.blocks, move):
+            return None
+        return self._memory.follow(job.blocks, move, form, slab, progress)
+
+    def _copy(self, job: ReceiveJob, header: SlabHeader, slab: Slab) -> Outcome:
+        memory, move = self._memory, header.move
+        if not memory.is_fresh(job.blocks, move):
+            return Outcome.STALE
+        digests = memory.scatter(job.blocks, move, Form(header.wire, self._digest), slab)
+        if not memory.is_fresh(job.blocks, move):
+            # It was given away while we wrote: whoever has it now must not trust it either.
+            return Outcome.STALE
+        return Outcome.VERIFIED if digests == header.digests else Outcome.DAMAGED

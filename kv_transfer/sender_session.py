@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 from kvferry.core.errors import ProtocolError, TransferFailed
@@ -146,7 +147,9 @@ class SenderSession:
                 continue
             idle = not transfer.is_waiting
             try:
-                more = transfer.cut(self._slab_bytes, self._clock())
+                more = transfer.cut(
+                    self._slab_bytes, self._clock(), partial(self._slabs.are_followed, transfer)
+                )
             except TransferFailed as error:
                 self._table.fail(transfer, Reason.MISMATCH, str(error))
                 self._look_soon()

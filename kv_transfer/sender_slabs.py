@@ -15,12 +15,14 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from kvferry.core.errors import LinkLost, ProtocolError
+from kvferry.kernels.kv_pack.progress import Progress
 from kvferry.kv_transfer.handshake import Greeted
 from kvferry.kv_transfer.jobs import Reason
 from kvferry.kv_transfer.memory import Form, KvMemory
 from kvferry.kv_transfer.messages import (
     Ack,
     Credit,
+    Filling,
     Header,
     Message,
     Pull,
@@ -29,6 +31,7 @@ from kvferry.kv_transfer.messages import (
     SlabHeader,
 )
 from kvferry.kv_transfer.outgoing import Ready, Transfer, TransferTable
+from kvferry.kv_transfer.plan import SlabMove, slab_nbytes
 
 
 class Stage(Enum):
@@ -232,13 +235,35 @@ class GrantedSlabs:
         form = Form(job.wire, self._digest)
         slab = self._outlet.slab(held.slab)[: move.nbytes]
         started_s = self._clock()
-        digests = self._memory.pack(job.blocks, move, form, slab, ready.after)
+        progress = self._progress(held, ready, form)
+        digests = self._memory.pack(job.blocks, move, form, slab, ready.after, progress)
         busy_s = self._clock() - started_s
         account.busy_s += busy_s
         account.nbytes += move.nbytes
         if transfer.computed_s is None:
             transfer.overlapped_s += busy_s
         return digests
+
+    def are_followed(self, transfer: Transfer) -> bool:
+        """Whether a receiver with such a cache as ours scatters slabs of this transfer while they
+        are filled.
+        """
+        job, parts = transfer.job, transfer.owed.parts
+        if not parts or self._outlet.progress(0) is None:
+            return False
+        part, head_bytes = parts[0], transfer.owed.head_bytes
+        nbytes = slab_nbytes(head_bytes, part.layers, part.heads, job.tokens)
+        whole = SlabMove(0, part.layers, part.heads, job.tokens, nbytes)
+        return self._memory.can_follow(job.blocks, whole, Form(job.wire, self._digest))
+
+    def _progress(self, held: GrantedSlab, ready: Ready, form: Form) -> Progress | None:
+        """What the receiver may follow the pack by, if it can; it is told so."""
+        word = self._outlet.progress(held.slab)
+        if word is None or not self._memory.can_follow(held.transfer.job.blocks, ready.move, form):
+            return None
+        header = _header(held.transfer, ready, [])
+        self._send(Filling(slab=held.slab, grant=held.grant, header=header))
+        return Progress(word, held.grant)
 
     def _depart(self, held: GrantedSlab) -> None:
         """A slab is filled."""

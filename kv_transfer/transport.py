@@ -9,6 +9,9 @@ or the path has broken.
     open_inlet(slabs)                       open_outlet(slabs)
     inlet.grant(slab, grant)   ─ Credit ─▶  pack into outlet.slab(slab)
 
+    shared (shm, loopback) is pushed as well; its receiver may be told that a slab is being filled,
+    by ``Filling``, and scatter it meanwhile.
+
     pushed (shm, loopback, cuda_ipc, tcp, nixl):
                                             outlet.push(slab, grant, nbytes)
                                             until not outlet.in_flight(slab)
@@ -64,6 +67,12 @@ class Outlet(Protocol):
         """
         ...
 
+    def progress(self, slab: int) -> memoryview | None:
+        """A word that both sides of this slab share, 8 bytes: see ``Progress``. None where the slab
+        itself is not shared.
+        """
+        ...
+
     def close(self) -> None: ...
 
 
@@ -97,6 +106,10 @@ class Inlet(Protocol):
         next ``grant`` of the slab. Raises LinkLost when the path broke or other bytes than these
         came.
         """
+        ...
+
+    def progress(self, slab: int) -> memoryview | None:
+        """As of ``Outlet``."""
         ...
 
     def close(self) -> None: ...

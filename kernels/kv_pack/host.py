@@ -36,7 +36,8 @@ def gather(
 ) -> list[int]:
     """Fill ``slab`` with what ``move`` says, in its wire's type; the digest of each tile.
 
-    ``progress``: told of each tile by the compiled gather alone, see ``can_follow``. Raises ValueError for what does not fit, IndexError for a block outside the cache.
+    ``progress``: told of each tile by the compiled gather alone, see ``can_follow``. Raises
+    ValueError for what does not fit, IndexError for a block outside the cache.
     """
     shape = _checked(cache, move, slab)
     if compiled is not None and compiled.does(cache, move, shape):

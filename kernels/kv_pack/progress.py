@@ -8,6 +8,11 @@ WORD_BYTES = 64
 """A word has a cache line of its own: two sides look at it in turns."""
 
 
+def progress_words(memory: memoryview) -> list[memoryview]:
+    """The words of the slabs of a link, each of 8 bytes, in as many times ``WORD_BYTES``."""
+    return [memory[at : at + 8] for at in range(0, len(memory), WORD_BYTES)]
+
+
 @dataclass(frozen=True, slots=True)
 class Progress:
     """A word of memory that both sides of a link share; see ``progress.h``. A peer may write

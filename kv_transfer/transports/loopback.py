@@ -9,6 +9,7 @@ import threading
 from collections import deque
 
 from kvferry.core.errors import LinkLost, LinkRefused, ProtocolError
+from kvferry.kernels.kv_pack.progress import WORD_BYTES, progress_words
 from kvferry.kv_transfer.messages import MAX_FRAME
 from kvferry.kv_transfer.transports.shared_slabs import SharedSlabs
 
@@ -24,10 +25,14 @@ class LoopbackSlabs(SharedSlabs):
     def __init__(self, num_slabs: int, slab_bytes: int) -> None:
         self.shape = (num_slabs, slab_bytes)
         self._bytes = memoryview(bytearray(num_slabs * slab_bytes))
+        self._words = progress_words(memoryview(bytearray(num_slabs * WORD_BYTES)))
 
     def slab(self, index: int) -> memoryview:
         slab_bytes = self.shape[1]
         return self._bytes[index * slab_bytes : (index + 1) * slab_bytes]
+
+    def progress(self, slab: int) -> memoryview | None:
+        return self._words[slab]
 
     def close(self) -> None:
         """Nothing to do: the bytes go with their last holder."""

@@ -72,6 +72,9 @@ class NixlInlet:
     def pull(self, slab: int, grant: int, nbytes: int) -> None:
         raise ProtocolError("nixl is not pulled")
 
+    def progress(self, slab: int) -> memoryview | None:
+        return None
+
     def arrived(self, slab: int, grant: int, nbytes: int) -> bool:
         """The sender speaks of a slab only once its write has ended."""
         self._granted.discard(slab)
@@ -129,6 +132,9 @@ class NixlOutlet:
                 self._broken = str(error)
         if slab in self._writes:
             self._turner.stir()
+
+    def progress(self, slab: int) -> memoryview | None:
+        return None
 
     def in_flight(self, slab: int) -> bool:
         if self._broken:

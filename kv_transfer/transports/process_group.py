@@ -109,6 +109,9 @@ class GroupPath:
     def push(self, slab: int, grant: int, nbytes: int) -> None:
         self._post(_Move(slab, grant, nbytes), self._group.send)
 
+    def progress(self, slab: int) -> memoryview | None:
+        return None
+
     def in_flight(self, slab: int) -> bool:
         with self._changed:
             self._check()

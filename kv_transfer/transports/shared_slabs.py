@@ -23,5 +23,8 @@ class SharedSlabs:
     def pull(self, slab: int, grant: int, nbytes: int) -> None:
         raise ProtocolError("shared memory is not pulled")
 
+    def progress(self, slab: int) -> memoryview | None:
+        return None
+
     def arrived(self, slab: int, grant: int, nbytes: int) -> bool:
         return True

@@ -15,6 +15,7 @@ import select
 import socket
 
 from kvferry.core.errors import LinkLost, ProtocolError
+from kvferry.kernels.kv_pack.progress import WORD_BYTES, progress_words
 from kvferry.kv_transfer.transports.control import (
     SocketChannel,
     SocketListener,
@@ -31,18 +32,23 @@ class ShmSlabs(SharedSlabs):
     """Slabs in one mapping of a memfd: both ends of the data path, since nothing has to move."""
 
     def __init__(self, fd: int, num_slabs: int, slab_bytes: int) -> None:
-        size = num_slabs * slab_bytes
+        size = _memory_bytes(num_slabs, slab_bytes)
         shared = mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         self._bytes: memoryview | None = memoryview(shared)
+        self._words = progress_words(self._bytes[-num_slabs * WORD_BYTES :])
         self._slab_bytes = slab_bytes
 
     def slab(self, index: int) -> memoryview:
         assert self._bytes is not None
         return self._bytes[index * self._slab_bytes : (index + 1) * self._slab_bytes]
 
+    def progress(self, slab: int) -> memoryview | None:
+        return self._words[slab] if self._words else None
+
     def close(self) -> None:
         # The mapping goes with the last view of it; closing it under a view would raise.
         self._bytes = None
+        self._words = []
 
 
 class ShmChannel(SocketChannel):
@@ -56,7 +62,7 @@ class ShmChannel(SocketChannel):
         except OSError as error:
             raise _lost(error) from None
         try:
-            os.ftruncate(fd, num_slabs * slab_bytes)
+            os.ftruncate(fd, _memory_bytes(num_slabs, slab_bytes))
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS | fcntl.F_SEAL_SEAL)
             slabs = ShmSlabs(fd, num_slabs, slab_bytes)
             if not self.frames.wait_for(select.POLLOUT, timeout_s):
@@ -78,7 +84,7 @@ class ShmChannel(SocketChannel):
                 raise LinkLost("the peer closed the link")
             if len(fds) != 1:
                 raise ProtocolError("the peer handed over no slab memory")
-            _check_memfd(fds[0], num_slabs * slab_bytes)
+            _check_memfd(fds[0], _memory_bytes(num_slabs, slab_bytes))
             return ShmSlabs(fds[0], num_slabs, slab_bytes)
         except OSError as error:
             raise _lost(error) from None
@@ -95,6 +101,11 @@ def listen_shm() -> SocketListener:
 def connect_shm(endpoint: str, timeout_s: float) -> ShmChannel:
     """Open a link to ``listen_shm``. Raises LinkRefused, LinkLost."""
     return ShmChannel(dial_unix(endpoint, timeout_s))
+
+
+def _memory_bytes(num_slabs: int, slab_bytes: int) -> int:
+    """Slabs, then a word for each, each in a cache line."""
+    return -(-num_slabs * slab_bytes // WORD_BYTES) * WORD_BYTES + num_slabs * WORD_BYTES
 
 
 def _check_memfd(fd: int, size: int) -> None:

@@ -123,6 +123,9 @@ class TcpOutlet(_Memory):
         self._flying.add(slab)
         self._jobs.put((slab, grant, nbytes))
 
+    def progress(self, slab: int) -> memoryview | None:
+        return None
+
     def in_flight(self, slab: int) -> bool:
         self._streams.check()
         return slab in self._flying
@@ -176,6 +179,9 @@ class TcpInlet(_Memory):
 
     def pull(self, slab: int, grant: int, nbytes: int) -> None:
         raise ProtocolError("tcp is not pulled")
+
+    def progress(self, slab: int) -> memoryview | None:
+        return None
 
     def arrived(self, slab: int, grant: int, nbytes: int) -> bool:
         self._streams.check()

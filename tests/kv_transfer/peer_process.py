@@ -107,6 +107,9 @@ class StoppingMemory:
         self._count()
         return self._memory.scatter(*arguments)
 
+    def can_follow(self, *_: object) -> bool:
+        return False
+
     def _count(self) -> None:
         if self._left == 0:
             print("stopped", flush=True)

@@ -6,6 +6,7 @@ import threading
 from typing import Any
 
 import pytest
+from unfollowed import Unfollowed
 
 from kvferry.kv_transfer.jobs import (
     Reason,
@@ -37,7 +38,7 @@ class Gate:
         self._open.set()
 
 
-class GatedMemory:
+class GatedMemory(Unfollowed):
     """A memory whose copies stop at a gate."""
 
     def __init__(self, memory: Any, gate: Gate) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from unfollowed import Unfollowed
 
 from kvferry.kv_transfer.counters import Tally
 from kvferry.kv_transfer.endpoints import TRANSPORTS
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.slow
 TOKENS = Span(5, 300)
 
 
-class Fickle:
+class Fickle(Unfollowed):
     """A memory that packs wrong bytes the first time that it packs a slab, once in three."""
 
     def __init__(self, memory: Any) -> None:
@@ -26,7 +27,9 @@ class Fickle:
         self.is_fresh, self.scatter = memory.is_fresh, memory.scatter
         self.seen: set[int] = set()
 
-    def pack(self, blocks: Any, move: Any, form: Any, slab: Any, after: object = None) -> list[int]:
+    def pack(
+        self, blocks: Any, move: Any, form: Any, slab: Any, after: object = None, *_: object
+    ) -> list[int]:
         digests = self._memory.pack(blocks, move, form, slab, after)
         if move.index % 3 == 0 and move.index not in self.seen:
             slab[move.nbytes // 2] ^= 0x10

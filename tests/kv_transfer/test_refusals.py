@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import pytest
+from unfollowed import Unfollowed
 
 from kvferry.core.errors import ConfigError
 from kvferry.kv_transfer.endpoints import listen
@@ -19,7 +20,7 @@ from kvferry.kv_transfer.receiver import KvReceiver
 pytestmark = pytest.mark.slow
 
 
-class Giveaway:
+class Giveaway(Unfollowed):
     """A memory whose blocks are given away at some call."""
 
     def __init__(self, memory: Any, generations: Any, when: str) -> None:

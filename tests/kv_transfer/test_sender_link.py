@@ -6,6 +6,7 @@ import threading
 from typing import Any
 
 import pytest
+from unfollowed import Unfollowed
 
 from kvferry.core.errors import LinkLost, LinkRefused
 from kvferry.core.ids import Incarnation
@@ -72,6 +73,8 @@ class BrokenPath:
 
     def in_flight(self, slab: int) -> bool:
         return False
+
+    def progress(self, slab: int) -> None: ...
 
 
 @pytest.mark.parametrize("error", [LinkRefused("not today"), LinkLost("no answer")], ids=str)
@@ -169,7 +172,7 @@ def test_each_life_of_a_peer_has_a_link_of_its_own(make_loopback_pair, make_opti
         gate.set()
 
 
-class Noted:
+class Noted(Unfollowed):
     """A memory that says when something is packed."""
 
     def __init__(self, memory: Any, packed: threading.Event) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from paged_caches import slots_of
+from unfollowed import Unfollowed
 
 from kvferry.kv_transfer.jobs import Reason, ReceiveDone, SendDone, SendFailed
 from kvferry.kv_transfer.layout import Span
@@ -53,7 +54,7 @@ def test_reuses_one_link_for_many_transfers(make_pair) -> None:
     assert pair.sender.num_links == 1
 
 
-class Watched:
+class Watched(Unfollowed):
     """A memory that notes what is packed, and how much of the prompt was computed by then."""
 
     def __init__(self, memory: Any) -> None:
@@ -65,7 +66,9 @@ class Watched:
         self.packed: list[Any] = []
         self.after: list[object] = []
 
-    def pack(self, blocks: Any, move: Any, form: Any, slab: Any, after: object = None) -> list[int]:
+    def pack(
+        self, blocks: Any, move: Any, form: Any, slab: Any, after: object = None, *_: object
+    ) -> list[int]:
         with self._changed:
             assert any(
                 move.tokens.end <= tokens_end

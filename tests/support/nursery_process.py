@@ -82,6 +82,9 @@ class HoldingOutlet:
         self.is_pulled, self.is_device = inner.is_pulled, inner.is_device
         self.slab, self.in_flight, self.close = inner.slab, inner.in_flight, inner.close
 
+    def progress(self, slab: int) -> None:
+        """None: what is held may not be seen either."""
+
     def push(self, *arguments: Any) -> None:
         self._pushes += 1
         if self._pushes > 1:

@@ -10,10 +10,13 @@ from lease_table import LAYOUT, MOVES, NBYTES, PEER, Clock, Leases, header, key
 
 from kvferry.core.errors import LinkLost
 from kvferry.core.ids import Incarnation
+from kvferry.kernels.kv_pack.progress import Progress
 from kvferry.kv_transfer.handshake import Admitted, LinkOptions
+from kvferry.kv_transfer.memory import Form
 from kvferry.kv_transfer.messages import (
     Beat,
     Credit,
+    Filling,
     Header,
     Message,
     Offer,
@@ -50,6 +53,8 @@ class FakeInlet:
         self.here: set[tuple[int, int]] = set()
         """(slab, grant) whose bytes have come."""
         self.closed = False
+        self.word: memoryview | None = None
+        """Of progress, where slabs are shared."""
         self._slabs = [memoryview(bytearray(SLAB_BYTES)) for _ in range(num_slabs)]
 
     def slab(self, index: int) -> memoryview:
@@ -62,6 +67,9 @@ class FakeInlet:
     def pull(self, slab: int, grant: int, nbytes: int) -> None:
         assert self.granted[slab] == grant
         self.pulls.append((slab, grant, nbytes))
+
+    def progress(self, slab: int) -> memoryview | None:
+        return self.word
 
     def arrived(self, slab: int, grant: int, nbytes: int) -> bool:
         if self.is_broken:
@@ -112,6 +120,10 @@ class FakeMemory:
         self.found = [0]
         self.moves: list[SlabMove] = []
         self.is_stale = False
+        self.followed: list[int] | None = None
+        """What a scatter finds that follows a pack; None: the pack does not go on."""
+        self.in_follow: Callable[[], None] = lambda: None
+        self.follows: list[tuple[SlabMove, Progress]] = []
 
     @property
     def scattered(self) -> list[int]:
@@ -127,6 +139,17 @@ class FakeMemory:
     def scatter(self, blocks: object, move: SlabMove, *_: object) -> list[int]:
         self.moves.append(move)
         return self.found
+
+    def can_follow(self, *_: object) -> bool:
+        return True
+
+    def follow(
+        self, blocks: object, move: SlabMove, form: Form, slab: memoryview, progress: Progress
+    ) -> list[int] | None:
+        assert len(slab) == move.nbytes
+        self.follows.append((move, progress))
+        self.in_follow()
+        return self.followed
 
 
 class Bench:
@@ -183,6 +206,11 @@ class Bench:
         said = self.hear(Offer(key=key(), lease=1, slabs=slabs, nbytes=nbytes, ranks=ranks))
         assert all(isinstance(message, Credit) for message in said), said
         return said  # type: ignore[return-value]
+
+    def filling(self, credit: Credit, index: int, **changes: Any) -> list[Message]:
+        """Say that a granted slab is being filled."""
+        slab = header(MOVES[index], **({"digests": []} | changes))
+        return self.hear(Filling(slab=credit.slab, grant=credit.grant, header=slab))
 
     def fill(self, credit: Credit, index: int, **changes: Any) -> list[Message]:
         """Say that a granted slab is filled."""

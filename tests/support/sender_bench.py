@@ -6,6 +6,7 @@ from typing import Any
 
 from lease_table import BLOCKS, LAYOUT, PEER, TOKENS, Clock, key
 from receiver_bench import OPTIONS, FakeChannel
+from unfollowed import Unfollowed
 
 from kvferry.core.errors import LinkLost
 from kvferry.core.ids import LeaseId
@@ -55,6 +56,8 @@ class FakeOutlet:
         if not self.lands:
             self.flying.add(slab)
 
+    def progress(self, slab: int) -> None: ...
+
     def in_flight(self, slab: int) -> bool:
         if self.is_broken:
             raise LinkLost("the data path broke")
@@ -64,7 +67,7 @@ class FakeOutlet:
         self.closed = True
 
 
-class FakeMemory:
+class FakeMemory(Unfollowed):
     """Its packs take a second each and digest to the number of the slab."""
 
     layout = LAYOUT
@@ -83,7 +86,13 @@ class FakeMemory:
         return self.stale_after is None or len(self.packed) < self.stale_after
 
     def pack(
-        self, blocks: object, move: SlabMove, form: Form, slab: memoryview, after: object = None
+        self,
+        blocks: object,
+        move: SlabMove,
+        form: Form,
+        slab: memoryview,
+        after: object = None,
+        progress: object = None,
     ) -> list[int]:
         assert len(slab) == move.nbytes
         self._clock.now += 1.0

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from kv_sim.clock import Actor
 from kv_sim.defects import Defect
 from kv_sim.workers import Worker
+from kvferry.kernels.kv_pack.progress import Progress
 from kvferry.kv_transfer.jobs import BlockTable
 from kvferry.kv_transfer.memory import Form
 from kvferry.kv_transfer.plan import SlabMove
@@ -31,9 +34,12 @@ class SlowMemory:
         form: Form,
         slab: memoryview,
         after: object = None,
+        progress: Progress | None = None,
     ) -> list[int]:
         self._work(self._worker.world.meddling.in_copy(self._worker, blocks))
         digests = self._memory.pack(blocks, move, form, slab, after)
+        if progress is not None:
+            np.frombuffer(progress.word, np.uint64)[0] = progress.grant
         self._work()
         return digests
 
@@ -44,6 +50,17 @@ class SlowMemory:
         digests = self._memory.scatter(blocks, move, form, slab)
         self._work()
         return digests
+
+    def can_follow(self, *_: object) -> bool:
+        return True
+
+    def follow(
+        self, blocks: BlockTable, move: SlabMove, form: Form, slab: memoryview, progress: Progress
+    ) -> list[int] | None:
+        """Writes what is in the slab, be it of an earlier use."""
+        digests = self.scatter(blocks, move, form, slab)
+        is_filled = np.frombuffer(progress.word, np.uint64)[0] == progress.grant
+        return digests if is_filled else None
 
     def _work(self, longer_s: float = 0.0) -> None:
         assert self.actor is not None

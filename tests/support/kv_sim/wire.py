@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from kv_sim.clock import NEVER, Actor
 from kvferry.core.errors import LinkLost, ProtocolError
+from kvferry.kernels.kv_pack.progress import WORD_BYTES, progress_words
 from kvferry.kv_transfer.messages import MAX_FRAME
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class Wire:
         self.ends: list[SimChannel] = []
         self.slab_bytes = 0
         self.sent = self.received = memoryview(b"")
+        self.words: list[memoryview] = []
         self.transit: dict[int, Transit] = {}
         """By slab: pushed and not yet there."""
         self.arrived: dict[int, Transit] = {}
@@ -65,6 +67,7 @@ class Wire:
             self.received = memoryview(bytearray(num_slabs * slab_bytes))
             shared = self.path is Path.SHARED
             self.sent = self.received if shared else memoryview(bytearray(num_slabs * slab_bytes))
+            self.words = progress_words(memoryview(bytearray(num_slabs * WORD_BYTES)))
 
     def land(self, slab: int, transit: Transit) -> None:
         """The bytes of a push arrive, unless another push took its place."""
@@ -109,6 +112,9 @@ class SimSlabs:
         if lands:
             takes_s = wire.pace.link_s() + wire.world.meddling.in_flight()
             wire.agenda.after(takes_s, wire.land, slab, transit)
+
+    def progress(self, slab: int) -> memoryview | None:
+        return self._wire.words[slab] if self._wire.path is Path.SHARED else None
 
     def in_flight(self, slab: int) -> bool:
         self._check()
