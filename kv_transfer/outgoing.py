@@ -92,6 +92,8 @@ class Transfer:
     state: State = State.WAITING
     ending: SendEvent | None = None
     """Decided; delivered once the state is one of the end."""
+    is_followed: bool = False
+    """Whether its slabs are such as a receiver scatters while they are filled."""
     _cutters: tuple[Cutter, ...] = ()
     _seen: Progress | None = None
 
@@ -148,7 +150,8 @@ class Transfer:
         if not self._cutters:
             owed, tokens = self.owed, self.job.tokens
             least_bytes = owed.least_bytes / len(owed.parts)
-            slab_bytes = best_slab_bytes(self.nbytes, slab_bytes, is_followed())
+            self.is_followed = is_followed()
+            slab_bytes = best_slab_bytes(self.nbytes, slab_bytes, self.is_followed)
             self._cutters = tuple(
                 Cutter(part, tokens, owed.head_bytes, slab_bytes, least_bytes)
                 for part in owed.parts

@@ -150,13 +150,14 @@ class ReceiverLinks:
 
     def _take_slabs(self, is_probe: bool) -> int:
         """Slab memory for a new link, another one's if need be and it is not to be measured only;
-        0 when each has one slab only.
+        0 when each has one slab only, and none has ended within a beat.
         """
-        deadline = time.monotonic() + self._options.silence_s
+        now = time.monotonic()
         with self._changed:
             num_slabs = self._staging.take()
-            while not num_slabs and not is_probe and self._retire_one():
-                if not self._changed.wait(deadline - time.monotonic()):
+            while not num_slabs and not is_probe:
+                wait_s = self._options.silence_s if self._retire_one() else self._options.beat_s
+                if not self._changed.wait(now + wait_s - time.monotonic()):
                     break
                 num_slabs = self._staging.take()
             return num_slabs

@@ -102,8 +102,6 @@ class Scatter:
         self, job: ReceiveJob, header: SlabHeader, slab: Slab, progress: Progress
     ) -> list[int] | None:
         move, form = header.move, Form(header.wire, self._digest)
-        if not self._memory.can_follow(job.blocks, move, form):
-            return None
         if not self._memory.is_fresh(job.blocks, move):
             return None
         return self._memory.follow(job.blocks, move, form, slab, progress)

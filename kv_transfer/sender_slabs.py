@@ -16,6 +16,7 @@ from enum import Enum, auto
 
 from kvferry.core.errors import LinkLost, ProtocolError
 from kvferry.kernels.kv_pack.progress import Progress
+from kvferry.kernels.kv_pack.tiles import TILE_BYTES
 from kvferry.kv_transfer.handshake import Greeted
 from kvferry.kv_transfer.jobs import Reason
 from kvferry.kv_transfer.memory import Form, KvMemory
@@ -32,6 +33,9 @@ from kvferry.kv_transfer.messages import (
 )
 from kvferry.kv_transfer.outgoing import Ready, Transfer, TransferTable
 from kvferry.kv_transfer.plan import SlabMove, slab_nbytes
+
+LEAST_FOLLOWED_BYTES = 2 * TILE_BYTES
+"""A scatter that follows a pack is a tile behind it."""
 
 
 class Stage(Enum):
@@ -235,7 +239,7 @@ class GrantedSlabs:
         form = Form(job.wire, self._digest)
         slab = self._outlet.slab(held.slab)[: move.nbytes]
         started_s = self._clock()
-        progress = self._progress(held, ready, form)
+        progress = self._progress(held, ready)
         digests = self._memory.pack(job.blocks, move, form, slab, ready.after, progress)
         busy_s = self._clock() - started_s
         account.busy_s += busy_s
@@ -256,10 +260,12 @@ class GrantedSlabs:
         whole = SlabMove(0, part.layers, part.heads, job.tokens, nbytes)
         return self._memory.can_follow(job.blocks, whole, Form(job.wire, self._digest))
 
-    def _progress(self, held: GrantedSlab, ready: Ready, form: Form) -> Progress | None:
-        """What the receiver may follow the pack by, if it can; it is told so."""
+    def _progress(self, held: GrantedSlab, ready: Ready) -> Progress | None:
+        """What the receiver may follow the pack by, where that is of use; it is told so."""
+        if not held.transfer.is_followed or ready.move.nbytes < LEAST_FOLLOWED_BYTES:
+            return None
         word = self._outlet.progress(held.slab)
-        if word is None or not self._memory.can_follow(held.transfer.job.blocks, ready.move, form):
+        if word is None:
             return None
         header = _header(held.transfer, ready, [])
         self._send(Filling(slab=held.slab, grant=held.grant, header=header))

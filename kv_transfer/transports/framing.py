@@ -1,7 +1,8 @@
 """Length-prefixed frames over a stream socket, with a deadline on every wait.
 
-A frame is four bytes of length, big-endian, then the bytes. Never more than one frame is read from
-the socket: what follows it (a file descriptor, say) stays for whoever reads next.
+A frame is four bytes of length, big-endian, then the bytes. Before ``read_ahead`` never more than
+one frame is read from the socket: what follows it (a file descriptor, say) stays for whoever reads
+next.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from collections.abc import Sequence
 from kvferry.core.errors import LinkLost, ProtocolError
 from kvferry.kv_transfer.messages import MAX_FRAME
 
+AHEAD = 1 << 16
+"""Bytes that are read at once, where they may be."""
 _LENGTH = struct.Struct("!I")
 
 
@@ -94,7 +97,7 @@ class FrameSocket:
         self._sock = sock
         self._frame_timeout_s = frame_timeout_s
         self._part = bytearray()
-        self._wanted: int | None = None
+        self._is_ahead = False
         self._part_since = 0.0
 
     @property
@@ -116,6 +119,12 @@ class FrameSocket:
             except OSError as error:
                 raise LinkLost(f"the link broke: {error.strerror}") from None
 
+    def read_ahead(self) -> None:
+        """From now on nobody but this reads from the socket, so that several frames may be read at
+        once.
+        """
+        self._is_ahead = True
+
     def receive(self, timeout_s: float, limit: int = MAX_FRAME) -> bytes | None:
         """The next frame; None after ``timeout_s`` or a wake. Raises LinkLost, ProtocolError."""
         deadline = time.monotonic() + timeout_s
@@ -125,7 +134,7 @@ class FrameSocket:
                 return frame
             now = time.monotonic()
             wait_s = deadline - now
-            if self._part or self._wanted is not None:
+            if self._part:
                 left_s = self._part_since + self._frame_timeout_s - now
                 if left_s <= 0:
                     raise LinkLost("the peer stopped inside a message")
@@ -134,31 +143,41 @@ class FrameSocket:
                 return None
 
     def _advance(self, limit: int) -> bytes | None:
-        """Read what is there, up to the end of the frame."""
+        """The next frame, if it is here."""
         while True:
-            missing = (_LENGTH.size if self._wanted is None else self._wanted) - len(self._part)
-            if missing:
-                try:
-                    data = self._sock.recv(missing)
-                except BlockingIOError:
-                    return None
-                except OSError as error:
-                    raise LinkLost(f"the link broke: {error.strerror}") from None
-                if not data:
-                    raise LinkLost("the peer closed the link")
-                if self._wanted is None and not self._part:
-                    self._part_since = time.monotonic()
-                self._part += data
-            elif self._wanted is None:
-                self._wanted = _LENGTH.unpack(self._part)[0]
-                if not 0 < self._wanted <= limit:
-                    raise ProtocolError(f"frame of {self._wanted} bytes; the limit is {limit}")
-                self._part.clear()
-            else:
-                frame = bytes(self._part)
-                self._part.clear()
-                self._wanted = None
-                return frame
+            missing = self._missing(limit)
+            if missing <= 0:
+                return self._take()
+            try:
+                data = self._sock.recv(AHEAD if self._is_ahead else missing)
+            except BlockingIOError:
+                return None
+            except OSError as error:
+                raise LinkLost(f"the link broke: {error.strerror}") from None
+            if not data:
+                raise LinkLost("the peer closed the link")
+            if not self._part:
+                self._part_since = time.monotonic()
+            self._part += data
+
+    def _missing(self, limit: int) -> int:
+        """Bytes up to the end of the length, or else of the frame."""
+        have = len(self._part)
+        if have < _LENGTH.size:
+            return _LENGTH.size - have
+        (length,) = _LENGTH.unpack_from(self._part)
+        if not 0 < length <= limit:
+            raise ProtocolError(f"frame of {length} bytes; the limit is {limit}")
+        return _LENGTH.size + int(length) - have
+
+    def _take(self) -> bytes:
+        """The frame that the buffer begins with."""
+        end = _LENGTH.size + _LENGTH.unpack_from(self._part)[0]
+        frame = bytes(memoryview(self._part)[_LENGTH.size : end])
+        del self._part[:end]
+        if self._part:
+            self._part_since = time.monotonic()
+        return frame
 
     def wait_for(self, events: int, timeout_s: float) -> bool:
         """Whether the socket became ready within the time."""

@@ -68,6 +68,7 @@ class ShmChannel(SocketChannel):
             if not self.frames.wait_for(select.POLLOUT, timeout_s):
                 raise LinkLost("the peer takes no messages")
             socket.send_fds(self.frames.sock, [b"\0"], [fd])
+            self.frames.read_ahead()
             return slabs
         except OSError as error:
             raise _lost(error) from None
@@ -85,6 +86,7 @@ class ShmChannel(SocketChannel):
             if len(fds) != 1:
                 raise ProtocolError("the peer handed over no slab memory")
             _check_memfd(fds[0], _memory_bytes(num_slabs, slab_bytes))
+            self.frames.read_ahead()
             return ShmSlabs(fds[0], num_slabs, slab_bytes)
         except OSError as error:
             raise _lost(error) from None
