@@ -7,7 +7,8 @@ converts element types, in pieces too small for a team.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ from kvferry.kernels.kv_layer import QUANTISED_TYPES, dequantised, quantised
 from kvferry.kernels.kv_pack.host_cache import Bytes, HostCache, HostMove
 from kvferry.kernels.kv_pack.host_compiled import CompiledPack
 from kvferry.kernels.kv_pack.host_digest import HOST_DIGESTS, TileDigests
-from kvferry.kernels.kv_pack.host_rows import PagedRows
+from kvferry.kernels.kv_pack.host_rows import PagedRows, checked_blocks
 from kvferry.kernels.kv_pack.progress import Progress
 from kvferry.kernels.kv_pack.slab import SlabShape
 from kvferry.kernels.kv_pack.tiles import Tile, tiles
@@ -84,15 +85,15 @@ def gather_tiles(
 ) -> list[int]:
     """``gather`` with numpy: each tile is digested while its bytes are hot."""
     view, pages = _SlabView(cache.shape(move), slab), _CacheView(cache, move)
-    for tile in view.tiles():
-        part = view.part(tile)
+    for tile in view.tiles:
+        elements, scales = part = view.part(tile)
         if cache.dtype is move.wire:
-            pages.read(tile, part)
+            pages.read(tile, elements, scales)
         else:
             values = pages.memory(tile)
-            pages.read(tile, values)
+            pages.read(tile, *values)
             _convert(values, cache.dtype, part, move.wire, cache.head_dim)
-        digests.add(tile, part.elements, part.scales)
+        digests.add(tile, elements, scales)
     return digests.finish()
 
 
@@ -103,15 +104,15 @@ def scatter_tiles(
     is first copied to private memory, and digest and write both read that copy.
     """
     view, pages = _SlabView(cache.shape(move), slab), _CacheView(cache, move)
-    for tile in view.tiles():
-        part = view.part(tile).copy()
-        digests.add(tile, part.elements, part.scales)
+    for tile in view.tiles:
+        elements, scales = part = _private.copy(view.part(tile))
+        digests.add(tile, elements, scales)
         if cache.dtype is move.wire:
-            pages.write(tile, part)
+            pages.write(tile, elements, scales)
         else:
             values = pages.memory(tile)
             _convert(part, move.wire, values, cache.dtype, cache.head_dim)
-            pages.write(tile, values)
+            pages.write(tile, *values)
     return digests.finish()
 
 
@@ -130,8 +131,29 @@ class _Part(NamedTuple):
     scales: Bytes
     """Of float32 [rows, tokens, h]; none in a float type."""
 
-    def copy(self) -> _Part:
-        return _Part(self.elements.copy(), self.scales.copy())
+
+class _Private(threading.local):
+    """Memory of a thread for one tile, kept: what goes back to the system costs a fault a page when
+    it comes again.
+    """
+
+    def __init__(self) -> None:
+        self._part = _Part(np.empty(0, np.uint8), np.empty(0, np.uint8))
+
+    def copy(self, part: _Part) -> _Part:
+        """Lasts until the next one."""
+        theirs, their_scales = part
+        ours, our_scales = self._part
+        if ours.size != theirs.size or our_scales.size != their_scales.size:
+            ours, our_scales = np.empty_like(theirs), np.empty_like(their_scales)
+            self._part = _Part(ours, our_scales)
+        np.copyto(ours, theirs)
+        if their_scales.size:
+            np.copyto(our_scales, their_scales)
+        return self._part
+
+
+_private = _Private()
 
 
 class _SlabView:
@@ -140,40 +162,46 @@ class _SlabView:
     def __init__(self, shape: SlabShape, slab: memoryview) -> None:
         self._token_bytes = shape.token_nbytes
         self._scale_bytes = shape.heads * SCALE_BYTES
-        self._shape = shape
         flat = np.frombuffer(slab, np.uint8)
         self._elements, self._scales = flat[: shape.elements_nbytes], flat[shape.elements_nbytes :]
-
-    def tiles(self) -> Iterator[Tile]:
-        return tiles(self._shape.rows, self._shape.tokens, self._token_bytes)
+        self.tiles = _tiles(shape.rows, shape.tokens, self._token_bytes)
 
     def part(self, tile: Tile) -> _Part:
-        elements = self._elements[tile.offset : tile.offset + tile.nbytes]
+        begin, end = tile.offset, tile.offset + tile.nbytes
+        elements = self._elements[begin:end]
         if not self._scales.size:
             return _Part(elements, self._scales)
-        begin, end = tile.offset, tile.offset + tile.nbytes
         begin, end = (at // self._token_bytes * self._scale_bytes for at in (begin, end))
         return _Part(elements, self._scales[begin:end])
 
 
+@lru_cache(maxsize=64)
+def _tiles(num_rows: int, num_tokens: int, row_token_bytes: int) -> tuple[Tile, ...]:
+    """Slab after slab is cut alike."""
+    return tuple(tiles(num_rows, num_tokens, row_token_bytes))
+
+
 class _CacheView:
-    """What is moved, by the tiles of its slab."""
+    """What is moved, by the tiles of its slab. Raises IndexError for a block outside the cache."""
 
     def __init__(self, cache: HostCache, move: HostMove) -> None:
-        rows = [PagedRows(tensor, move, cache.block_size) for tensor in cache.tensors]
-        self._elements, self._scales = rows[0], rows[1:]
+        size = cache.block_size
+        blocks = checked_blocks(move, size, cache.num_slots // size)
+        self._elements, *self._scales = (
+            PagedRows(tensor, move, blocks, size) for tensor in cache.tensors
+        )
         self._num_heads = move.heads[1] - move.heads[0]
         self._head_bytes = cache.elements.head_bytes
 
-    def read(self, tile: Tile, part: _Part) -> None:
-        self._elements.read(tile, part.elements)
-        for scales in self._scales:
-            scales.read(tile, part.scales)
+    def read(self, tile: Tile, elements: Bytes, scales: Bytes) -> None:
+        self._elements.read(tile, elements)
+        for rows in self._scales:
+            rows.read(tile, scales)
 
-    def write(self, tile: Tile, part: _Part) -> None:
-        self._elements.write(tile, part.elements)
-        for scales in self._scales:
-            scales.write(tile, part.scales)
+    def write(self, tile: Tile, elements: Bytes, scales: Bytes) -> None:
+        self._elements.write(tile, elements)
+        for rows in self._scales:
+            rows.write(tile, scales)
 
     def memory(self, tile: Tile) -> _Part:
         """For a tile in the cache's type."""

@@ -33,9 +33,9 @@ class CacheBytes:
         self._units: dict[int, NDArray[Any]] = {}
 
     def units(self, nbytes: int) -> NDArray[Any]:
-        """All rows, flat, in units of so many bytes."""
+        """[R, units of so many bytes in a row]"""
         if nbytes not in self._units:
-            self._units[nbytes] = self.rows.reshape(-1).view(f"V{nbytes}")
+            self._units[nbytes] = self.rows.view(f"V{nbytes}")
         return self._units[nbytes]
 
 
