@@ -87,6 +87,11 @@ class Batch:
     cpu_s: float
     """Of both processes."""
 
+    @property
+    def per_s(self) -> float:
+        """Transfers per second."""
+        return len(self.latencies_s) / self.wall_s
+
 
 class Pair:
     """Sender and receiver in two processes; ``loopback`` keeps to the sender's."""
