@@ -3,7 +3,7 @@
 Transports know no blocks and no requests. The receiver listens; the sender connects. One thread
 owns a channel with its data path and calls all of it, except ``wake``, which any thread may call. A
 data path that works on threads of its own calls ``wake`` when a push has ended, a slab has arrived
-or the path has broken.
+or the path has broken; one without moves its slabs in ``receive``, ``in_flight`` and ``arrived``.
 
     receiver                                sender
     open_inlet(slabs)                       open_outlet(slabs)

@@ -14,7 +14,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 from kvferry.core.errors import LinkLost, ProtocolError
 from kvferry.kv_transfer.messages import MAX_FRAME
@@ -46,19 +46,19 @@ class Wakeup:
     def wait_readable(self, sock: socket.socket, timeout_s: float) -> bool:
         """Wait until there is something to read; True when a ``set`` cut the wait short."""
         if sock is not self._polled:
-            self._poll, self._polled = self._polling([sock]), sock
+            self._poll, self._polled = self._polling({sock: select.POLLIN}), sock
         return self._wait(self._poll, timeout_s) is None
 
-    def wait_any(self, socks: Sequence[socket.socket], timeout_s: float) -> list[int] | None:
-        """Descriptors with something to read, none after ``timeout_s``; None when a ``set`` cut
-        the wait short.
+    def wait_any(self, events: Mapping[socket.socket, int], timeout_s: float) -> list[int] | None:
+        """Descriptors at which an event that was waited for has come, none after ``timeout_s``;
+        None when a ``set`` cut the wait short.
         """
-        return self._wait(self._polling(socks), timeout_s)
+        return self._wait(self._polling(events), timeout_s)
 
-    def _polling(self, socks: Sequence[socket.socket]) -> select.poll:
+    def _polling(self, events: Mapping[socket.socket, int]) -> select.poll:
         poll = select.poll()
-        for sock in socks:
-            poll.register(sock, select.POLLIN)
+        for sock, of_sock in events.items():
+            poll.register(sock, of_sock)
         poll.register(self._event, select.POLLIN)
         return poll
 
@@ -178,6 +178,10 @@ class FrameSocket:
         if self._part:
             self._part_since = time.monotonic()
         return frame
+
+    def wait_any(self, events: Mapping[socket.socket, int], timeout_s: float) -> list[int] | None:
+        """Wait for more of a frame, or for events of other sockets: see ``Wakeup``."""
+        return self._wakeup.wait_any({self._sock: select.POLLIN, **events}, timeout_s)
 
     def wait_for(self, events: int, timeout_s: float) -> bool:
         """Whether the socket became ready within the time."""

@@ -12,6 +12,7 @@ from typing import Annotated
 import msgspec
 
 from kvferry.core.errors import LinkLost, ProtocolError
+from kvferry.kv_transfer.messages import MAX_FRAME
 from kvferry.kv_transfer.transports.control import SocketChannel, bind_tcp, dial, dial_tcp
 from kvferry.kv_transfer.transports.tcp_listener import CONTROL, DATA, TOKEN_BYTES, TcpListener
 from kvferry.kv_transfer.transports.tcp_streams import TcpInlet, TcpOutlet
@@ -45,6 +46,23 @@ class TcpChannel(SocketChannel):
         self._streams = streams
         self._path: TcpInlet | TcpOutlet | None = None
 
+    def receive(self, timeout_s: float, limit: int = MAX_FRAME) -> bytes | None:
+        """Slabs move meanwhile; one that has gone or come cuts the wait short as a wake does."""
+        path = self._path
+        if path is None:
+            return super().receive(timeout_s, limit)
+        deadline = time.monotonic() + timeout_s
+        has_moved = False
+        while True:
+            frame = super().receive(0.0, limit)
+            left_s = deadline - time.monotonic()
+            if frame is not None or has_moved or left_s <= 0:
+                return frame
+            ready = self.frames.wait_any(path.events(), left_s)
+            if ready is None:
+                return None
+            has_moved = path.turn(ready)
+
     def open_inlet(self, num_slabs: int, slab_bytes: int, timeout_s: float) -> TcpInlet:
         listener, token = self._listener, secrets.token_bytes(TOKEN_BYTES)
         if listener is None:
@@ -54,6 +72,7 @@ class TcpChannel(SocketChannel):
         except OSError as error:
             raise LinkLost(f"no slab memory for the link: {error.strerror}") from None
         self._path = inlet
+        self.frames.read_ahead()
         listener.expect(token, self._streams, inlet.attach)
         try:
             self.send(msgspec.msgpack.encode(_Setup(token, self._streams)), timeout_s)
@@ -73,7 +92,8 @@ class TcpChannel(SocketChannel):
         try:
             for _ in range(setup.streams):
                 socks.append(self._dial_stream(setup.token, deadline))
-            outlet = self._path = TcpOutlet(num_slabs, slab_bytes, socks, self.wake)
+            outlet = self._path = TcpOutlet(num_slabs, slab_bytes, socks)
+            self.frames.read_ahead()
         except OSError as error:
             for sock in socks:
                 sock.close()

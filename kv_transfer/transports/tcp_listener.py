@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import select
 import socket
 import threading
 import time
@@ -115,7 +116,7 @@ class TcpListener:
                 else:
                     due.append(resume_at)
                 wait_s = min(due) - now if due else 3600.0
-                ready = self._wakeup.wait_any(socks, wait_s) or ()
+                ready = self._wakeup.wait_any(dict.fromkeys(socks, select.POLLIN), wait_s) or ()
                 for fd in ready:
                     if fd in self._strangers:
                         self._hear(self._strangers[fd])

@@ -1,33 +1,51 @@
-"""Slabs over TCP connections: one thread per connection and side, each blocked in the kernel.
+"""Slabs over TCP connections. The link's own thread moves them, in between and while it waits: what
+it packs or scatters next is then still in its processor's cache, and nothing is handed over.
 
 On a stream a slab is 20 bytes (grant: 8, slab: 4, number of bytes: 8; big-endian), then its bytes,
 which go from slab memory to slab memory with no copy but the kernel's. What the header says is held
-against what the inlet granted before the first byte is taken. Slabs go to whichever stream is free.
+against what the inlet granted before the first byte is taken. Slabs go to whichever stream has the
+fewest to send, and leave at once as far as the kernel takes them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import mmap
-import queue
+import select
 import socket
 import struct
-import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from kvferry.core.errors import LinkLost, ProtocolError
 
 _FRAME = struct.Struct("!QIQ")
-_SCRATCH_BYTES = 256 << 10
+_DROPPED_AT_ONCE = 256 << 10
 _DEAD_AFTER_S = 10
 """A stream whose peer acknowledges nothing for so long is given up."""
-_LOCAL_BUFFER = 256 << 10
-"""Socket buffers within one host: what waits in them is still in the cache when it is read. Between
-hosts the kernel finds the size for itself, up to ``net.ipv4.tcp_[rw]mem``."""
 
 
-class _Memory:
-    """Slabs of this process alone."""
+class _Stream(Protocol):
+    """One connection of a path, not blocking."""
+
+    sock: socket.socket
+
+    def events(self) -> int:
+        """After which there is something to move; 0: nothing to do."""
+        ...
+
+    def move(self) -> bool:
+        """Move what can be moved now, up to the end of a slab. Whether that was reached.
+
+        Raises OSError, EOFError, ProtocolError.
+        """
+        ...
+
+
+class _Path:
+    """One end: slabs of this process alone, and streams that all belong to the link's thread."""
 
     is_pulled = False
     is_device = False
@@ -35,122 +53,128 @@ class _Memory:
     def __init__(self, num_slabs: int, slab_bytes: int) -> None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
         self._bytes = memoryview(mmap.mmap(-1, num_slabs * slab_bytes, flags=flags))
-        self._num_slabs = num_slabs
         self._slab_bytes = slab_bytes
+        self._streams: dict[int, _Stream] = {}
+        """By descriptor."""
+        self._broken: str | None = None
 
     def slab(self, index: int) -> memoryview:
         return self._bytes[index * self._slab_bytes : (index + 1) * self._slab_bytes]
 
-
-class _Streams:
-    """The threads and connections of one end, and why they broke."""
-
-    def __init__(self, wake: Callable[[], None]) -> None:
-        self.wake = wake
-        self.changed = threading.Condition()
-        self.broken: str | None = None
-        self._socks: list[socket.socket] = []
-        self._threads: list[threading.Thread] = []
-
-    def start(self, sock: socket.socket, work: Callable[[socket.socket], None], name: str) -> None:
-        """Run ``work`` over a connection on a thread, until it raises. Takes ownership."""
-        thread = threading.Thread(target=self._run, args=(work, sock), name=name)
-        try:
-            _tune(sock)
-            with self.changed:
-                if self.broken is None:
-                    thread.start()
-                    self._socks.append(sock)
-                    self._threads.append(thread)
-                    return
-        except (OSError, RuntimeError) as error:
-            # The peer is gone already, or there is no thread to be had.
-            self.stop(str(error))
-            self.wake()
-        sock.close()
-
-    def check(self) -> None:
-        """Raises LinkLost when a stream broke."""
-        if self.broken is not None:
-            raise LinkLost(f"the data path broke: {self.broken}")
-
-    def stop(self, reason: str) -> None:
-        """End all streams, which wakes whoever is blocked in one."""
-        with self.changed:
-            if self.broken is None:
-                self.broken = reason
-            for sock in self._socks:
-                with contextlib.suppress(OSError):
-                    sock.shutdown(socket.SHUT_RDWR)
-            self.changed.notify_all()
-
-    def join(self) -> None:
-        """After ``stop``: no thread touches a slab any more."""
-        for thread in self._threads:
-            thread.join()
-        for sock in self._socks:
-            sock.close()
-
-    def _run(self, work: Callable[[socket.socket], None], sock: socket.socket) -> None:
-        try:
-            work(sock)
-        except (OSError, EOFError, ProtocolError) as error:
-            self.stop(str(error))
-            self.wake()
-
-
-class TcpOutlet(_Memory):
-    """The sender's end."""
-
-    def __init__(
-        self,
-        num_slabs: int,
-        slab_bytes: int,
-        socks: list[socket.socket],
-        wake: Callable[[], None],
-    ) -> None:
-        """Takes ownership of the connections."""
-        super().__init__(num_slabs, slab_bytes)
-        self._streams = _Streams(wake)
-        self._num_streams = len(socks)
-        self._jobs: queue.SimpleQueue[tuple[int, int, int] | None] = queue.SimpleQueue()
-        self._flying: set[int] = set()
-        for sock in socks:
-            self._streams.start(sock, self._work, "kv-tcp-outlet")
-
-    def push(self, slab: int, grant: int, nbytes: int) -> None:
-        self._streams.check()
-        self._flying.add(slab)
-        self._jobs.put((slab, grant, nbytes))
-
     def progress(self, slab: int) -> memoryview | None:
+        """Nothing is shared."""
         return None
 
-    def in_flight(self, slab: int) -> bool:
-        self._streams.check()
-        return slab in self._flying
+    def events(self) -> dict[socket.socket, int]:
+        """After which ``turn`` has something to do."""
+        events = {stream.sock: stream.events() for stream in self._streams.values()}
+        return {sock: of_sock for sock, of_sock in events.items() if of_sock}
+
+    def turn(self, ready: Collection[int]) -> bool:
+        """Move what these descriptors can. Whether a slab has gone or come, or the path broken."""
+        streams = [self._streams[fd] for fd in ready if fd in self._streams]
+        return sum(map(self._move, streams)) > 0
 
     def close(self) -> None:
-        self._streams.stop("closed")
-        for _ in range(self._num_streams):
-            self._jobs.put(None)
-        self._streams.join()
+        self._break("closed")
 
-    def _work(self, sock: socket.socket) -> None:
-        while (job := self._jobs.get()) is not None:
-            slab, grant, nbytes = job
-            head, body = _FRAME.pack(grant, slab, nbytes), self.slab(slab)[:nbytes]
-            sent = sock.sendmsg([head, body])
-            if sent < len(head):
-                sock.sendall(head[sent:])
-                sent = len(head)
-            if sent < len(head) + nbytes:
-                sock.sendall(body[sent - len(head) :])
-            self._flying.discard(slab)
-            self._streams.wake()
+    def _check(self) -> None:
+        """Raises LinkLost when a stream broke."""
+        if self._broken is not None:
+            raise LinkLost(f"the data path broke: {self._broken}")
+
+    def _move(self, stream: _Stream) -> bool:
+        if self._broken is not None:
+            return True
+        try:
+            return stream.move()
+        except BlockingIOError:
+            return False
+        except (OSError, EOFError, ProtocolError) as error:
+            self._break(str(error))
+            return True
+
+    def _break(self, reason: str) -> None:
+        if self._broken is None:
+            self._broken = reason
+        for stream in self._streams.values():
+            stream.sock.close()
+        self._streams.clear()
 
 
-class TcpInlet(_Memory):
+class TcpOutlet(_Path):
+    """The sender's end."""
+
+    def __init__(self, num_slabs: int, slab_bytes: int, socks: list[socket.socket]) -> None:
+        """Takes ownership of the connections. Raises OSError when the peer is gone already."""
+        super().__init__(num_slabs, slab_bytes)
+        self._flying: set[int] = set()
+        for sock in socks:
+            _tune(sock)
+        self._outgoing = [_Outgoing(sock, self._flying) for sock in socks]
+        self._streams.update((each.sock.fileno(), each) for each in self._outgoing)
+
+    def push(self, slab: int, grant: int, nbytes: int) -> None:
+        self._check()
+        stream = min(self._outgoing, key=lambda each: len(each.pushes))
+        head, body = _FRAME.pack(grant, slab, nbytes), self.slab(slab)[:nbytes]
+        stream.pushes.append(_Push(slab, [memoryview(head), body]))
+        self._flying.add(slab)
+        if len(stream.pushes) == 1:
+            self._move(stream)
+
+    def in_flight(self, slab: int) -> bool:
+        self._check()
+        if slab in self._flying:
+            self.turn(tuple(self._streams))
+            self._check()
+        return slab in self._flying
+
+
+@dataclass(frozen=True, slots=True)
+class _Push:
+    slab: int
+    rest: list[memoryview]
+    """What the kernel has not taken yet."""
+
+
+@dataclass(slots=True)
+class _Outgoing:
+    """A stream of an outlet."""
+
+    sock: socket.socket
+    flying: set[int]
+    """Slabs that have not left, of all streams."""
+    pushes: deque[_Push] = field(default_factory=deque)
+
+    def events(self) -> int:
+        return select.POLLOUT if self.pushes else 0
+
+    def move(self) -> bool:
+        if not self.pushes:
+            return False
+        rest = self.pushes[0].rest
+        sent = self.sock.sendmsg(rest)
+        while rest and sent >= len(rest[0]):
+            sent -= len(rest.pop(0))
+        if rest:
+            rest[0] = rest[0][sent:]
+            return False
+        self.flying.discard(self.pushes.popleft().slab)
+        return True
+
+
+@dataclass(slots=True)
+class _Grant:
+    """What a slab may take in."""
+
+    number: int
+    has_begun: bool = False
+    landed: int | None = None
+    """Bytes that have come, once they have."""
+
+
+class TcpInlet(_Path):
     """The receiver's end. Streams join it as they come."""
 
     def __init__(
@@ -161,85 +185,128 @@ class TcpInlet(_Memory):
         on_close: Callable[[], None],
     ) -> None:
         super().__init__(num_slabs, slab_bytes)
-        self._streams = _Streams(wake)
+        self._wake = wake
         self._on_close = on_close
-        self._granted: list[int | None] = [None] * num_slabs
-        self._landed: list[int | None] = [None] * num_slabs
-        """Bytes that came under the grant."""
-        self._busy: set[int] = set()
-        """Slabs that a stream writes to."""
+        self._grants: list[_Grant | None] = [None] * num_slabs
+        self._joining: deque[socket.socket] = deque()
 
     def attach(self, sock: socket.socket) -> None:
-        """Serve one more stream. Takes ownership."""
-        self._streams.start(sock, self._work, "kv-tcp-inlet")
+        """Serve one more stream. Takes ownership. Any thread may call it."""
+        self._joining.append(sock)
+        self._wake()
+
+    def events(self) -> dict[socket.socket, int]:
+        self._join()
+        return super().events()
 
     def grant(self, slab: int, grant: int) -> None:
-        with self._streams.changed:
-            self._granted[slab], self._landed[slab] = grant, None
+        self._grants[slab] = _Grant(grant)
 
     def pull(self, slab: int, grant: int, nbytes: int) -> None:
         raise ProtocolError("tcp is not pulled")
 
-    def progress(self, slab: int) -> memoryview | None:
-        return None
-
     def arrived(self, slab: int, grant: int, nbytes: int) -> bool:
-        self._streams.check()
-        with self._streams.changed:
-            landed = self._landed[slab] if self._granted[slab] == grant else None
-        if landed not in (None, nbytes):
-            raise LinkLost(f"the data path broke: {landed} bytes instead of {nbytes}")
-        return landed is not None
+        self._check()
+        granted = self._grants[slab]
+        if granted is None or granted.number != grant:
+            return False
+        self._join()
+        for fd in tuple(self._streams):
+            if granted.landed is None:
+                self.turn((fd,))
+        self._check()
+        if granted.landed not in (None, nbytes):
+            raise LinkLost(f"the data path broke: {granted.landed} bytes instead of {nbytes}")
+        return granted.landed is not None
 
     def close(self) -> None:
         self._on_close()
-        self._streams.stop("closed")
-        self._streams.join()
+        super().close()
+        for sock in self._joining:
+            sock.close()
 
-    def _work(self, sock: socket.socket) -> None:
-        head = memoryview(bytearray(_FRAME.size))
-        while True:
-            _receive(sock, head)
-            grant, slab, nbytes = _FRAME.unpack(head)
-            if not self._admit(slab, grant, nbytes):
-                _drain(sock, nbytes)
-                continue
-            _receive(sock, self.slab(slab)[:nbytes])
-            self._leave(slab, grant, nbytes)
-            self._streams.wake()
-
-    def _admit(self, slab: int, grant: int, nbytes: int) -> bool:
-        """Whether the bytes go into the slab; False: they are of no use any more.
+    def admit(self, slab: int, number: int, nbytes: int) -> _Grant | None:
+        """What the bytes of a slab come under; None: they are of no use any more.
 
         Raises ProtocolError for what was never granted.
         """
-        if slab >= len(self._granted) or not 0 < nbytes <= self._slab_bytes:
+        if slab >= len(self._grants) or not 0 < nbytes <= self._slab_bytes:
             raise ProtocolError(f"{nbytes} bytes for slab {slab}")
-        with self._streams.changed:
-            # Bytes under an older grant may still be on their way in when the next is given:
-            # the sender is done with a slab once its kernel has taken the bytes.
-            self._streams.changed.wait_for(
-                lambda: slab not in self._busy or self._streams.broken is not None
-            )
-            granted = self._granted[slab]
-            if granted is None or grant > granted:
-                raise ProtocolError(f"slab {slab} was not granted under {grant}")
-            if grant < granted or self._landed[slab] is not None:
-                return False
-            self._busy.add(slab)
-            return True
+        granted = self._grants[slab]
+        if granted is None or number > granted.number:
+            raise ProtocolError(f"slab {slab} was not granted under {number}")
+        if number < granted.number or granted.has_begun:
+            return None
+        granted.has_begun = True
+        return granted
 
-    def _leave(self, slab: int, grant: int, nbytes: int) -> None:
-        with self._streams.changed:
-            self._busy.discard(slab)
-            if self._granted[slab] == grant:
-                self._landed[slab] = nbytes
-            self._streams.changed.notify_all()
+    def takes(self, slab: int, grant: _Grant | None) -> bool:
+        """Whether bytes under this grant still go into the slab."""
+        return grant is not None and self._grants[slab] is grant
+
+    def _join(self) -> None:
+        while self._joining and self._broken is None:
+            sock = self._joining.popleft()
+            self._streams[sock.fileno()] = _Incoming(sock, self)
+            try:
+                _tune(sock)
+            except OSError as error:
+                # The peer is gone already.
+                self._break(str(error))
+                self._wake()
+
+
+@dataclass(slots=True)
+class _Incoming:
+    """A stream of an inlet: inside a header, or inside the bytes that follow it."""
+
+    sock: socket.socket
+    inlet: TcpInlet
+    head: bytearray = field(default_factory=bytearray)
+    slab: int = 0
+    grant: _Grant | None = None
+    nbytes: int = 0
+    left: int = 0
+    """Of ``nbytes``; 0 inside a header."""
+
+    def events(self) -> int:
+        return select.POLLIN
+
+    def move(self) -> bool:
+        if not self.left:
+            head = self.sock.recv(_FRAME.size - len(self.head))
+            self._check(len(head))
+            self.head += head
+            if len(self.head) < _FRAME.size:
+                return False
+            number, self.slab, self.nbytes = _FRAME.unpack(self.head)
+            self.head.clear()
+            self.grant = self.inlet.admit(self.slab, number, self.nbytes)
+            self.left = self.nbytes
+        return self._move_body()
+
+    def _move_body(self) -> bool:
+        if self.inlet.takes(self.slab, self.grant):
+            rest = self.inlet.slab(self.slab)[self.nbytes - self.left : self.nbytes]
+            received = self.sock.recv_into(rest)
+        else:
+            # Bytes under an older grant: its sender gave it back once its own kernel had them.
+            received = len(self.sock.recv(min(self.left, _DROPPED_AT_ONCE)))
+        self._check(received)
+        self.left -= received
+        if self.left or self.grant is None:
+            return False
+        self.grant.landed = self.nbytes
+        return True
+
+    def _check(self, received: int) -> None:
+        if not received:
+            raise EOFError("the peer closed a stream")
 
 
 def _tune(sock: socket.socket) -> None:
-    """Blocking, prompt, and watched by the kernel. Raises OSError."""
-    sock.settimeout(None)
+    """Prompt, and watched by the kernel, which finds the size of its buffers. Raises OSError."""
+    sock.setblocking(False)
     tcp = socket.IPPROTO_TCP
     sock.setsockopt(tcp, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -251,25 +318,6 @@ def _tune(sock: socket.socket) -> None:
     ):
         sock.setsockopt(tcp, option, value)
     if sock.getsockname()[0] == sock.getpeername()[0]:
-        for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-            sock.setsockopt(socket.SOL_SOCKET, buffer, _LOCAL_BUFFER)
         with contextlib.suppress(OSError):
             # No network, no congestion: and a scheme that paces halves the rate.
             sock.setsockopt(tcp, socket.TCP_CONGESTION, b"reno")
-
-
-def _receive(sock: socket.socket, into: memoryview) -> None:
-    """Fill the view. Raises OSError, EOFError."""
-    while into:
-        received = sock.recv_into(into, 0, socket.MSG_WAITALL)
-        if not received:
-            raise EOFError("the peer closed a stream")
-        into = into[received:]
-
-
-def _drain(sock: socket.socket, nbytes: int) -> None:
-    scratch = memoryview(bytearray(min(nbytes, _SCRATCH_BYTES)))
-    while nbytes:
-        part = scratch[:nbytes]
-        _receive(sock, part)
-        nbytes -= len(part)

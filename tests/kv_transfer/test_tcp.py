@@ -6,7 +6,6 @@ import os
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -72,38 +71,36 @@ def test_all_slabs_fly_at_once(link: TcpLink) -> None:
     eventually(lambda: not any(map(link.outlet.in_flight, range(SLABS))))
 
 
-def test_both_threads_are_woken(link: TcpLink) -> None:
+def test_a_receiver_that_waits_for_messages_takes_slabs_in_meanwhile(link: TcpLink) -> None:
     link.inlet.grant(0, 1)
+    link.outlet.slab(0)[:] = b"x" * SLAB
     link.outlet.push(0, 1, SLAB)
-    started = time.monotonic()
-    while link.outlet.in_flight(0):
-        assert link.sender.receive(60.0) is None
-    while not link.inlet.arrived(0, 1, SLAB):
+    while not link.inlet.slab(0)[-1]:
         assert link.receiver.receive(60.0) is None
-    assert time.monotonic() - started < 30.0
+    assert link.inlet.arrived(0, 1, SLAB)
 
 
-def test_neither_side_spins_while_idle(link: TcpLink) -> None:
-    def threads() -> list[threading.Thread]:
-        return [t for t in threading.enumerate() if t.name.startswith("kv-tcp-")]
-
-    def waits() -> int:
-        """How often they have fallen asleep."""
-        count = 0
-        for thread in threads():
-            with open(f"/proc/self/task/{thread.native_id}/status") as lines:
-                count += sum(int(line.split()[1]) for line in lines if line.startswith("volun"))
-        return count
-
-    eventually(lambda: len(threads()) == 5)  # two at each end, and the listener's
+def test_neither_side_spins_while_idle(link: TcpLink, monkeypatch: pytest.MonkeyPatch) -> None:
     link.inlet.grant(0, 1)
     link.outlet.push(0, 1, SLAB)
     eventually(has_arrived(link, 0, 1, SLAB))
     eventually(lambda: not link.outlet.in_flight(0))
-    link.sender.receive(0.0)
-    before = waits()
-    assert link.sender.receive(0.2) is None
-    assert waits() - before < 20
+    turns: list[Any] = []
+    for path in (link.inlet, link.outlet):
+        monkeypatch.setattr(path, "turn", lambda ready: bool(turns.append(ready)))
+    assert link.sender.receive(0.1) is None
+    assert link.receiver.receive(0.1) is None
+    assert len(turns) < 5
+
+
+def test_no_end_of_a_link_has_a_thread(made) -> None:
+    before = set(threading.enumerate())
+    link = made(streams=4).open()
+    link.inlet.grant(0, 1)
+    link.outlet.push(0, 1, SLAB)
+    eventually(has_arrived(link, 0, 1, SLAB))
+    (listening,) = set(threading.enumerate()) - before
+    assert listening.name == "kv-tcp-listener"
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 31, 32])
@@ -233,10 +230,36 @@ def test_a_peer_that_reads_nothing_does_not_hold_the_sender(mute: Mute) -> None:
     assert mute.sender.receive(0.05) is None
     assert outlet.in_flight(0)
     outlet.close()
-    assert not [t for t in threading.enumerate() if t.name == "kv-tcp-outlet"]
     with pytest.raises(LinkLost):
         outlet.in_flight(0)
     stream.close()
+
+
+def test_a_sender_that_waits_for_messages_sends_meanwhile(mute: Mute) -> None:
+    nbytes = 16 << 20
+    mute.say(msgspec.msgpack.encode((b"t" * 32, 1)))
+    outlet = mute.sender.open_outlet(2, nbytes, 5.0)
+    stream, _ = mute.server.accept()
+    content = os.urandom(nbytes)
+    outlet.slab(1)[:] = content
+    outlet.push(1, 7, nbytes)
+    outlet.push(0, 8, 1)  # waits in line
+    assert outlet.in_flight(1)
+    received = bytearray()
+    reader = threading.Thread(target=read_all, args=(stream, received))
+    reader.start()
+    assert mute.sender.receive(60.0) is None
+    assert mute.sender.receive(60.0) is None
+    outlet.close()
+    reader.join()
+    greeting, head, other = len(DATA) + 32, FRAME.pack(7, 1, nbytes), FRAME.pack(8, 0, 1)
+    assert received[greeting:] == head + content + other + b"\0"
+    stream.close()
+
+
+def read_all(stream: socket.socket, received: bytearray) -> None:
+    while data := stream.recv(1 << 16):
+        received += data
 
 
 def test_a_stream_that_the_peer_closes_breaks_the_path(mute: Mute) -> None:
