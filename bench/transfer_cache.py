@@ -93,8 +93,8 @@ class PlainMemory:
         np.copyto(self._part(move), np.frombuffer(slab, np.uint8))
         return []
 
-    def can_follow(self, blocks: BlockTable, move: SlabMove, form: Form) -> bool:
-        return False
+    def followed_from(self, blocks: BlockTable, move: SlabMove, form: Form) -> int | None:
+        return None
 
     def follow(
         self, blocks: BlockTable, move: SlabMove, form: Form, slab: Slab, progress: Progress

@@ -97,8 +97,8 @@ class DeviceKvMemory:
     def scatter(self, blocks: BlockTable, move: SlabMove, form: Form, slab: Slab) -> list[int]:
         return self.begin_scatter(blocks, move, form, slab).finish()
 
-    def can_follow(self, blocks: BlockTable, move: SlabMove, form: Form) -> bool:
-        return False
+    def followed_from(self, blocks: BlockTable, move: SlabMove, form: Form) -> int | None:
+        return None
 
     def follow(
         self, blocks: BlockTable, move: SlabMove, form: Form, slab: Slab, progress: Progress

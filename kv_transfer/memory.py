@@ -15,10 +15,14 @@ from kvferry.kernels.kv_pack.host_compiled import compiled_pack
 from kvferry.kernels.kv_pack.host_digest import HOST_DIGESTS
 from kvferry.kernels.kv_pack.progress import Progress
 from kvferry.kernels.kv_pack.slab import KvSlots
+from kvferry.kernels.kv_pack.tiles import TILE_BYTES
 from kvferry.kv_transfer.jobs import BlockTable
 from kvferry.kv_transfer.layout import QUANTISED_BYTES, KvLayout, Shard
 from kvferry.kv_transfer.plan import SlabMove
 from kvferry.kv_transfer.transport import Slab
+
+LEAST_FOLLOWED = 2 * TILE_BYTES
+"""Bytes: a scatter that follows a pack is a tile behind it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +67,7 @@ class KvMemory(Protocol):
         """Fill a slab of ``move.nbytes`` from the blocks; the digest of each tile.
 
         ``after``: an event of the device that the pack has to wait for, as the runner gave it.
-        ``progress``: told of each tile, where ``can_follow`` says so.
+        ``progress``: told of each tile, where ``followed_from`` says so.
         """
         ...
 
@@ -71,15 +75,17 @@ class KvMemory(Protocol):
         """Write a slab into the blocks; the digest of each tile, of the very bytes written."""
         ...
 
-    def can_follow(self, blocks: BlockTable, move: SlabMove, form: Form) -> bool:
-        """Whether a pack tells its progress and a scatter can follow it, and it is worth it."""
+    def followed_from(self, blocks: BlockTable, move: SlabMove, form: Form) -> int | None:
+        """From how many bytes on it is worth to scatter a slab of such a move while it is filled;
+        None where packs do not tell their progress, or scatters cannot follow them.
+        """
         ...
 
     def follow(
         self, blocks: BlockTable, move: SlabMove, form: Form, slab: Slab, progress: Progress
     ) -> list[int] | None:
         """``scatter`` while the slab is being filled. None, with part of it written or nothing,
-        when the pack does not go on, or ``can_follow`` says no.
+        when the pack does not go on, or ``followed_from`` says no.
         """
         ...
 
@@ -132,8 +138,9 @@ class PagedKvMemory:
     def scatter(self, blocks: BlockTable, move: SlabMove, form: Form, slab: Slab) -> list[int]:
         return scatter(self._cache, self._host_move(blocks, move, form), slab, self._compiled)
 
-    def can_follow(self, blocks: BlockTable, move: SlabMove, form: Form) -> bool:
-        return can_follow(self._cache, self._host_move(blocks, move, form), self._compiled)
+    def followed_from(self, blocks: BlockTable, move: SlabMove, form: Form) -> int | None:
+        host_move = self._host_move(blocks, move, form)
+        return LEAST_FOLLOWED if can_follow(self._cache, host_move, self._compiled) else None
 
     def follow(
         self, blocks: BlockTable, move: SlabMove, form: Form, slab: Slab, progress: Progress

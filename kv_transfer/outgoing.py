@@ -92,8 +92,8 @@ class Transfer:
     state: State = State.WAITING
     ending: SendEvent | None = None
     """Decided; delivered once the state is one of the end."""
-    is_followed: bool = False
-    """Whether its slabs are such as a receiver scatters while they are filled."""
+    followed_from: int | None = None
+    """Bytes from which on its slabs are such as a receiver scatters while they are filled."""
     _cutters: tuple[Cutter, ...] = ()
     _seen: Progress | None = None
 
@@ -134,12 +134,12 @@ class Transfer:
         return whole or self.owed.least_bytes < self.nbytes
 
     def cut(
-        self, slab_bytes: int, now: float, is_followed: Callable[[], bool] = lambda: False
+        self, slab_bytes: int, now: float, followed_from: Callable[[], int | None] = lambda: None
     ) -> bool:
         """Cut what became ready since the last call; whether there was any.
 
-        ``is_followed``: whether the receiver scatters its slabs while they are filled. Raises
-        TransferFailed for a slab too small for one token of one layer.
+        ``followed_from``: from how many bytes on the receiver scatters slabs while they are filled.
+        Raises TransferFailed for a slab too small for one token of one layer.
         """
         progress = self.progress
         if progress is None or progress is self._seen:
@@ -150,8 +150,9 @@ class Transfer:
         if not self._cutters:
             owed, tokens = self.owed, self.job.tokens
             least_bytes = owed.least_bytes / len(owed.parts)
-            self.is_followed = is_followed()
-            slab_bytes = best_slab_bytes(self.nbytes, slab_bytes, self.is_followed)
+            self.followed_from = followed_from()
+            is_followed = self.followed_from is not None
+            slab_bytes = best_slab_bytes(self.nbytes, slab_bytes, is_followed)
             self._cutters = tuple(
                 Cutter(part, tokens, owed.head_bytes, slab_bytes, least_bytes)
                 for part in owed.parts

@@ -148,7 +148,7 @@ class SenderSession:
             idle = not transfer.is_waiting
             try:
                 more = transfer.cut(
-                    self._slab_bytes, self._clock(), partial(self._slabs.are_followed, transfer)
+                    self._slab_bytes, self._clock(), partial(self._slabs.followed_from, transfer)
                 )
             except TransferFailed as error:
                 self._table.fail(transfer, Reason.MISMATCH, str(error))

@@ -16,7 +16,6 @@ from enum import Enum, auto
 
 from kvferry.core.errors import LinkLost, ProtocolError
 from kvferry.kernels.kv_pack.progress import Progress
-from kvferry.kernels.kv_pack.tiles import TILE_BYTES
 from kvferry.kv_transfer.handshake import Greeted
 from kvferry.kv_transfer.jobs import Reason
 from kvferry.kv_transfer.memory import Form, KvMemory
@@ -33,9 +32,6 @@ from kvferry.kv_transfer.messages import (
 )
 from kvferry.kv_transfer.outgoing import Ready, Transfer, TransferTable
 from kvferry.kv_transfer.plan import SlabMove, slab_nbytes
-
-LEAST_FOLLOWED_BYTES = 2 * TILE_BYTES
-"""A scatter that follows a pack is a tile behind it."""
 
 
 class Stage(Enum):
@@ -248,24 +244,22 @@ class GrantedSlabs:
             transfer.overlapped_s += busy_s
         return digests
 
-    def are_followed(self, transfer: Transfer) -> bool:
-        """Whether a receiver with such a cache as ours scatters slabs of this transfer while they
-        are filled.
+    def followed_from(self, transfer: Transfer) -> int | None:
+        """From how many bytes on a receiver with such a cache as ours scatters slabs of this
+        transfer while they are filled; None: never.
         """
         job, parts = transfer.job, transfer.owed.parts
         if not parts or self._outlet.progress(0) is None:
-            return False
+            return None
         part, head_bytes = parts[0], transfer.owed.head_bytes
         nbytes = slab_nbytes(head_bytes, part.layers, part.heads, job.tokens)
         whole = SlabMove(0, part.layers, part.heads, job.tokens, nbytes)
-        return self._memory.can_follow(job.blocks, whole, Form(job.wire, self._digest))
+        return self._memory.followed_from(job.blocks, whole, Form(job.wire, self._digest))
 
     def _progress(self, held: GrantedSlab, ready: Ready) -> Progress | None:
         """What the receiver may follow the pack by, where that is of use; it is told so."""
-        if not held.transfer.is_followed or ready.move.nbytes < LEAST_FOLLOWED_BYTES:
-            return None
-        word = self._outlet.progress(held.slab)
-        if word is None:
+        least_bytes, word = held.transfer.followed_from, self._outlet.progress(held.slab)
+        if word is None or least_bytes is None or ready.move.nbytes < least_bytes:
             return None
         header = _header(held.transfer, ready, [])
         self._send(Filling(slab=held.slab, grant=held.grant, header=header))

@@ -107,8 +107,7 @@ class StoppingMemory:
         self._count()
         return self._memory.scatter(*arguments)
 
-    def can_follow(self, *_: object) -> bool:
-        return False
+    def followed_from(self, *_: object) -> None: ...
 
     def _count(self) -> None:
         if self._left == 0:

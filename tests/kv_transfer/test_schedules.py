@@ -28,6 +28,8 @@ COVERED = [
     "killed while transferring on P",
     "blocks given away while transferring on P",
     "blocks given away while reserved on D",
+    "a slab that is filled is followed",
+    "a slab that is not filled is followed",
     "client while a slab is packed",
     "client while a slab is scattered",
     "away while a slab is packed",

@@ -140,8 +140,8 @@ class FakeMemory:
         self.moves.append(move)
         return self.found
 
-    def can_follow(self, *_: object) -> bool:
-        return True
+    def followed_from(self, *_: object) -> int:
+        raise AssertionError("a receiver follows what it is told of")
 
     def follow(
         self, blocks: object, move: SlabMove, form: Form, slab: memoryview, progress: Progress

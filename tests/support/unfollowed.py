@@ -4,8 +4,7 @@ from __future__ import annotations
 
 
 class Unfollowed:
-    def can_follow(self, *_: object) -> bool:
-        return False
+    def followed_from(self, *_: object) -> None: ...
 
     def follow(self, *_: object) -> None:
-        raise AssertionError("can_follow said no")
+        """As of a memory that cannot."""

@@ -51,8 +51,8 @@ class SlowMemory:
         self._work()
         return digests
 
-    def can_follow(self, *_: object) -> bool:
-        return True
+    def followed_from(self, *_: object) -> int:
+        return 0
 
     def follow(
         self, blocks: BlockTable, move: SlabMove, form: Form, slab: memoryview, progress: Progress
@@ -60,6 +60,8 @@ class SlowMemory:
         """Writes what is in the slab, be it of an earlier use."""
         digests = self.scatter(blocks, move, form, slab)
         is_filled = np.frombuffer(progress.word, np.uint64)[0] == progress.grant
+        what = "filled" if is_filled else "not filled"
+        self._worker.world.covered[f"a slab that is {what} is followed"] += 1
         return digests if is_filled else None
 
     def _work(self, longer_s: float = 0.0) -> None:

@@ -127,7 +127,7 @@ class Link:
             frame = self._end.receive(0.0)
             if frame is not None:
                 self._link.handle(frame)
-            wait_s = self._link.turn()
+            wait_s = min(max(self._link.turn(), LEAST_WAIT_S), self._end.pump())
         except (LinkLost, ProtocolError) as error:
             self._world.invariants.link_lost(self.name, error)
             self._link.close()
@@ -135,6 +135,4 @@ class Link:
             self._receiving.links.remove(self)
             self._receiving.worker.retire(self._actor)
             return NEVER
-        if self._wire_end.inbox:
-            return 0.0
-        return min(max(wait_s, LEAST_WAIT_S), self._end.pump())
+        return 0.0 if self._wire_end.inbox else wait_s
