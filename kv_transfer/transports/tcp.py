@@ -14,8 +14,9 @@ import msgspec
 from kvferry.core.errors import LinkLost, ProtocolError
 from kvferry.kv_transfer.messages import MAX_FRAME
 from kvferry.kv_transfer.transports.control import SocketChannel, bind_tcp, dial, dial_tcp
+from kvferry.kv_transfer.transports.tcp_inlet import TcpInlet
 from kvferry.kv_transfer.transports.tcp_listener import CONTROL, DATA, TOKEN_BYTES, TcpListener
-from kvferry.kv_transfer.transports.tcp_streams import TcpInlet, TcpOutlet
+from kvferry.kv_transfer.transports.tcp_outlet import TcpOutlet
 
 SCHEME = "tcp"
 MAX_STREAMS = 64
