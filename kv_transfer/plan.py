@@ -28,7 +28,7 @@ from kvferry.kv_transfer.layout import (
 
 LEAST_SLAB_BYTES = 256 * 1024
 """No slab is smaller where the part has as many; a third of ``slab_bytes`` if that is less."""
-SLAB_COST_BYTES = 256 * 1024
+SLAB_COST_BYTES = 1024 * 1024
 """What a slab costs by itself, in bytes copied meanwhile."""
 WORD_BYTES = 4
 
