@@ -6,12 +6,14 @@ without it (see kernels/kv_pack/host_compiled.py).
 
 from setuptools import Extension, setup
 
+HEADERS = ("convert", "convert_loops", "convert_tile", "paged", "progress", "xxh3")
+
 setup(
     ext_modules=[
         Extension(
             "kvferry.kernels.kv_pack._host_pack",
             ["kernels/kv_pack/host_pack.c"],
-            depends=["kernels/kv_pack/progress.h", "kernels/kv_pack/xxh3.h"],
+            depends=[f"kernels/kv_pack/{name}.h" for name in HEADERS],
             extra_compile_args=["-O3", "-std=gnu11"],
             py_limited_api=True,
             optional=True,

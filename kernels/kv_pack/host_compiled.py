@@ -13,19 +13,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from kvferry.kernels.kv_pack.host_cache import HostCache, HostMove
 from kvferry.kernels.kv_pack.progress import Progress
 from kvferry.kernels.kv_pack.slab import SlabShape
 
-ABI = 2
+ABI = 3
 """As in ``host_pack.c``: a library left behind by an older version is not used."""
 SHORT = 240
 """xxh3 treats inputs of so many bytes, and fewer, in other ways, which are not compiled."""
 NAME = "_host_pack"
 _OUTSIDE, _GIVEN_UP = 1, 2
 """What the move returns, but for 0: as in ``host_pack.c``."""
+MOST_HEAD_DIM = 2048
+"""Elements are converted so many at a time, whole heads of them: as in ``convert.h``."""
+TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn)
+"""Converted into each other; in the order of ``convert.h``."""
 LANES = {0: "plain C", 1: "AVX2", 2: "AVX-512"}
 
 
@@ -48,6 +53,16 @@ class _Range(ctypes.Structure):
         ("rows", ctypes.c_int64),
         ("tokens_per_tile", ctypes.c_int64),
         ("rows_per_tile", ctypes.c_int64),
+    )
+
+
+class _Conversion(ctypes.Structure):
+    _fields_ = (
+        ("cache_type", ctypes.c_int32),
+        ("wire_type", ctypes.c_int32),
+        ("heads", ctypes.c_int64),
+        ("head_dim", ctypes.c_int64),
+        ("scales", ctypes.c_void_p),
     )
 
 
@@ -76,18 +91,19 @@ class CompiledPack:
             ctypes.c_uint64,
             ctypes.c_void_p,
             ctypes.c_int,
+            ctypes.POINTER(_Conversion),
             ctypes.POINTER(_Progress),
         )
         self.lanes: str = LANES[library.kvferry_lanes()]
         """What it computes digests with."""
 
     def does(self, cache: HostCache, move: HostMove, shape: SlabShape) -> bool:
-        """Whether it does this move: without conversion, in xxh3 of tiles that are long enough."""
+        """Whether it does this move: known types, in xxh3 of tiles that are long enough."""
         cut = shape.cut
         tokens = (shape.tokens - 1) % cut.tokens_per_tile + 1
         rows = (shape.rows - 1) % cut.rows_per_tile + 1
         shortest = rows * tokens * shape.nbytes // (shape.rows * shape.tokens)
-        return cache.dtype is move.wire and move.digest == "xxh3" and shortest > SHORT
+        return _is_done(cache, move) and move.digest == "xxh3" and shortest > SHORT
 
     def gather(
         self,
@@ -154,13 +170,43 @@ class CompiledPack:
         )
         digests = (ctypes.c_uint64 * cut.num_tiles)()
         address = _address(np.frombuffer(slab, np.uint8))
-        seed, shared = move.slab_index << 32, None if progress is None else _shared(progress)
+        seed = move.slab_index << 32
+        by = None
+        if cache.dtype is not move.wire:
+            # A tile's scales are in this memory until the move is done.
+            scales = np.empty(_heads_of_tile(shape), np.float32)
+            by = _conversion(cache, shape, scales)
+        shared = None if progress is None else _shared(progress)
         status = self._move(
-            tensors, len(tensors), tokens, address, seed, digests, is_gather, shared
+            tensors, len(tensors), tokens, address, seed, digests, is_gather, by, shared
         )
         if status == _OUTSIDE:
             raise IndexError(f"blocks: one is outside the cache of {tokens.num_blocks}")
         return None if status == _GIVEN_UP else list(digests)
+
+
+def _is_done(cache: HostCache, move: HostMove) -> bool:
+    """Whether the types need no conversion, or one that is compiled."""
+    if cache.dtype is move.wire:
+        return True
+    return cache.dtype in TYPES and move.wire in TYPES and cache.head_dim <= MOST_HEAD_DIM
+
+
+def _heads_of_tile(shape: SlabShape) -> int:
+    """At most."""
+    rows, tokens = shape.cut.rows_per_tile, shape.cut.tokens_per_tile
+    return min(rows, shape.rows) * min(tokens, shape.tokens) * shape.heads
+
+
+def _conversion(cache: HostCache, shape: SlabShape, scales: NDArray[np.float32]) -> _Conversion:
+    """scales: memory for those of a tile."""
+    return _Conversion(
+        TYPES.index(cache.dtype),
+        TYPES.index(shape.dtype),
+        shape.heads,
+        shape.head_dim,
+        _address(scales) if shape.is_quantised else None,
+    )
 
 
 def _shared(progress: Progress) -> _Progress:

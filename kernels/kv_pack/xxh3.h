@@ -5,6 +5,8 @@
  * length that is known before the first byte. Python's xxhash is the reference, bit for bit.
  */
 
+#pragma once
+
 #include <stdint.h>
 #include <string.h>
 

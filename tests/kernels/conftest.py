@@ -8,6 +8,9 @@ from contextlib import AbstractContextManager, contextmanager
 
 import numpy as np
 import pytest
+from compiled_packs import COMPILER, build_pack
+
+from kvferry.kernels.kv_pack.host_compiled import LANES, CompiledPack
 
 
 @pytest.fixture
@@ -33,3 +36,14 @@ def scribbled() -> Callable[[memoryview], AbstractContextManager[None]]:
             thread.join()
 
     return scribble_on
+
+
+@pytest.fixture(scope="session", params=sorted(LANES), ids=lambda lanes: LANES[lanes])
+def pack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CompiledPack:
+    """The compiled gather and scatter, as each kind of CPU runs them."""
+    if COMPILER is None:
+        pytest.skip("no C compiler")
+    found = build_pack(tmp_path_factory.mktemp("pack"), request.param)
+    if found.lanes != LANES[request.param]:
+        pytest.skip(f"this CPU has no {LANES[request.param]}")
+    return found

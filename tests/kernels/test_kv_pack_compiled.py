@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from compiled_packs import COMPILER
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_caches import copied, picked, poison, put, same_bytes, slab_bytes_of, slots_of
@@ -18,30 +18,9 @@ from sourcetree import ROOT
 from kvferry.kernels.kv_layer import QUANTISED_TYPES
 from kvferry.kernels.kv_pack.host import gather, scatter
 from kvferry.kernels.kv_pack.host_cache import HostCache, HostMove
-from kvferry.kernels.kv_pack.host_compiled import LANES, NAME, CompiledPack, compiled_pack
+from kvferry.kernels.kv_pack.host_compiled import NAME, CompiledPack, compiled_pack
 
 torch.set_num_threads(1)
-
-COMPILER = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-SOURCE = ROOT / "kernels" / "kv_pack" / "host_pack.c"
-
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C compiler")
-
-
-def build(folder: Path, name: str, *options: str) -> Path:
-    path = folder / name
-    command = [str(COMPILER), "-O2", "-std=gnu11", "-Wall", "-Wextra", "-Werror", *options]
-    subprocess.run([*command, "-shared", "-fPIC", "-o", path, SOURCE], check=True)
-    return path
-
-
-@pytest.fixture(scope="module", params=sorted(LANES), ids=lambda lanes: LANES[lanes])
-def pack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CompiledPack:
-    folder = tmp_path_factory.mktemp("pack")
-    found = CompiledPack(build(folder, f"lanes{request.param}.so", f"-DMOST_LANES={request.param}"))
-    if found.lanes != LANES[request.param]:
-        pytest.skip(f"this CPU has no {LANES[request.param]}")
-    return found
 
 
 @st.composite
@@ -113,11 +92,12 @@ def test_it_equals_numpy_over_many_tiles(pack: CompiledPack, dtype, heads) -> No
     assert scatter(cache, move, slab, pack) == packed
 
 
-def test_it_leaves_conversions_other_digests_and_short_tiles_to_numpy(pack: CompiledPack) -> None:
+def test_it_leaves_float64_other_digests_and_short_tiles_to_numpy(pack: CompiledPack) -> None:
     cache = HostCache(poison((2, 2, 4096, 3, 64), torch.float32, 1), 16)
     for move, done in (
         (long_move(), True),
-        (long_move(wire=torch.bfloat16), False),
+        (long_move(wire=torch.bfloat16), True),
+        (long_move(wire=torch.float64), False),
         (long_move(digest="multiply_sum"), False),
     ):
         assert pack.does(cache, move, cache.shape(move)) is done
@@ -157,6 +137,7 @@ def test_digests_are_those_of_what_was_written_whatever_a_peer_does_meanwhile(
             assert gather(cache, move, private) == found
 
 
+@pytest.mark.skipif(COMPILER is None, reason="no C compiler")
 def test_a_library_of_another_version_is_not_used(tmp_path: Path) -> None:
     other = tmp_path / "other.c"
     other.write_text("int kvferry_abi(void) { return 0; }\n")
