@@ -1,6 +1,6 @@
 /* Element types of KV, converted as kernels/kv_layer.py has it done by torch, bit for bit; only which
  * NaN a NaN becomes is left open there and here. The loops are plain for the compiler to vectorise,
- * which it does for each kind of CPU.
+ * which it does for each kind of CPU; -ffp-contract=off keeps products rounded before a sum.
  */
 
 #pragma once
@@ -50,6 +50,16 @@ INLINE uint32_t if_below(uint32_t number, uint32_t bound, uint32_t first, uint32
     return (first & mask) | (second & ~mask);
 }
 
+INLINE int32_t lesser(int32_t a, int32_t b)
+{
+    return a < b ? a : b;
+}
+
+INLINE int32_t greater(int32_t a, int32_t b)
+{
+    return a > b ? a : b;
+}
+
 /* A float with fewer bits of exponent and mantissa: subnormal ones and those without a number are
  * apart. */
 INLINE float from_half(uint32_t half)
@@ -82,32 +92,28 @@ INLINE uint32_t to_bfloat16(float value)
 INLINE uint32_t to_half(float value)
 {
     uint32_t bits = bits_of(value), rest = bits & 0x7FFFFFFF;
-    uint32_t normal = (rest + 0xFFF + (rest >> 13 & 1) - (112u << 23)) >> 13;
-    uint32_t subnormal = bits_of(float_of(rest) + 0.5f) - bits_of(0.5f);
+    int32_t normal = (int32_t)(rest + 0xFFF + (rest >> 13 & 1) - (112u << 23)) >> 13;
+    int32_t subnormal = (int32_t)(bits_of(float_of(rest) + 0.5f) - bits_of(0.5f));
+    /* The normal one is the lesser wherever it applies, and below that less than this. */
+    int32_t half = lesser(lesser(subnormal, greater(normal, 0x400)), 0x7C00);
     uint32_t nan = 0x7E00 | (rest >> 13 & 0x3FF);
-    uint32_t half = if_below(rest, 0x38800000, subnormal, normal);
-    half = if_below(rest, 0x477FF000, half, 0x7C00);
-    half = if_below(rest, 0x7F800001, half, nan);
-    return (bits >> 16 & 0x8000) | half;
+    return (bits >> 16 & 0x8000) | if_below(rest, 0x7F800001, (uint32_t)half, nan);
 }
 
-/* Above 448, the largest, it stays there. */
+/* Of what rounds to 448, the largest, at most; or NaN, which is above that. */
 INLINE uint32_t to_e4m3(float value)
 {
     uint32_t bits = bits_of(value), rest = bits & 0x7FFFFFFF;
-    uint32_t normal = (rest + 0x7FFFF + (rest >> 20 & 1) - (120u << 23)) >> 20;
-    uint32_t subnormal = bits_of(float_of(rest) + 0x1p14f) - bits_of(0x1p14f);
-    uint32_t byte = if_below(rest, 0x3C800000, subnormal, normal);
-    byte = if_below(rest, 0x43E00000, byte, 0x7E);
-    return (bits >> 24 & 0x80) | if_below(rest, 0x7F800001, byte, 0x7F);
+    int32_t normal = (int32_t)(rest + 0x7FFFF + (rest >> 20 & 1) - (120u << 23)) >> 20;
+    int32_t subnormal = (int32_t)(bits_of(float_of(rest) + 0x1p14f) - bits_of(0x1p14f));
+    int32_t byte = lesser(lesser(subnormal, greater(normal, 8)), 0x7F);
+    return (bits >> 24 & 0x80) | (uint32_t)byte;
 }
 
-/* Of a number; above 127 it stays there. The last bits of the sum are the number, rounded. */
+/* Of what rounds to 127 at most. The last bits of the sum are the number, rounded. */
 INLINE uint32_t to_int8(float value)
 {
-    uint32_t bits = bits_of(value), rest = bits & 0x7FFFFFFF;
-    rest = if_below(rest, 0x42FE0000, rest, 0x42FE0000);
-    return bits_of(float_of((bits & 0x80000000) | rest) + 0x1.8p23f);
+    return bits_of(value + 0x1.8p23f);
 }
 
 typedef void convert_t(const heads_t *from, const heads_t *to, int64_t heads, int64_t dim);

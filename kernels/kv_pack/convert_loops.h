@@ -102,6 +102,7 @@ TARGET static float FOR_CPU(quantise)(int type, const float_t32 *from, uint8_t *
     float scale = most / (type == INT8 ? 127.0f : 448.0f);
     if (scale < LEAST_SCALE)
         scale = 0.0f;
+    /* The largest number becomes 127 or 448, but for the last bit of a float: no need to clamp. */
     const float inverse = scale == 0.0f ? 0.0f : 1.0f / scale;
     if (type == E4M3)
         FOR_CPU(e4m3_of)(from, to, inverse, count);
