@@ -7,10 +7,9 @@ or the path has broken; one without moves its slabs in ``receive``, ``in_flight`
 
     receiver                                sender
     open_inlet(slabs)                       open_outlet(slabs)
-    inlet.grant(slab, grant)   ─ Credit ─▶  pack into outlet.slab(slab)
-
-    shared (shm, loopback) is pushed as well; its receiver may be told that a slab is being filled,
-    by ``Filling``, and scatter it meanwhile.
+    inlet.grant(slab, grant)   ─ Credit ─▶
+    may scatter meanwhile      ◀─ Filling ─ (where both hold one memory: see ``progress``)
+                                            pack into outlet.slab(slab)
 
     pushed (shm, loopback, cuda_ipc, tcp, nixl):
                                             outlet.push(slab, grant, nbytes)
