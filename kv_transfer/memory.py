@@ -140,7 +140,7 @@ class PagedKvMemory:
 
     def followed_from(self, blocks: BlockTable, move: SlabMove, form: Form) -> int | None:
         host_move = self._host_move(blocks, move, form)
-        return LEAST_FOLLOWED if can_follow(self._cache, host_move, self._compiled) else None
+        return LEAST_FOLLOWED if can_follow(self._cache, host_move) else None
 
     def follow(
         self, blocks: BlockTable, move: SlabMove, form: Form, slab: Slab, progress: Progress

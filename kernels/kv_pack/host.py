@@ -37,13 +37,14 @@ def gather(
 ) -> list[int]:
     """Fill ``slab`` with what ``move`` says, in its wire's type; the digest of each tile.
 
-    ``progress``: told of each tile by the compiled gather alone, see ``can_follow``. Raises
-    ValueError for what does not fit, IndexError for a block outside the cache.
+    ``progress`` is told of each tile. Raises ValueError for what does not fit, IndexError for a
+    block outside the cache.
     """
     shape = _checked(cache, move, slab)
     if compiled is not None and compiled.does(cache, move, shape):
         return compiled.gather(cache, move, shape, slab, progress)
-    return gather_tiles(cache, move, slab, HOST_DIGESTS[move.digest](shape, move.slab_index))
+    digests = HOST_DIGESTS[move.digest](shape, move.slab_index)
+    return gather_tiles(cache, move, slab, digests, progress)
 
 
 def scatter(
@@ -55,13 +56,15 @@ def scatter(
     shape = _checked(cache, move, slab)
     if compiled is not None and compiled.does(cache, move, shape):
         return compiled.scatter(cache, move, shape, slab)
-    return scatter_tiles(cache, move, slab, HOST_DIGESTS[move.digest](shape, move.slab_index))
+    digests = HOST_DIGESTS[move.digest](shape, move.slab_index)
+    found = scatter_tiles(cache, move, slab, digests)
+    assert found is not None
+    return found
 
 
-def can_follow(cache: HostCache, move: HostMove, compiled: CompiledPack | None) -> bool:
-    """Whether a gather tells its progress and a scatter can follow it, and it is worth it."""
-    shape = cache.shape(move)
-    return compiled is not None and shape.cut.num_tiles > 1 and compiled.does(cache, move, shape)
+def can_follow(cache: HostCache, move: HostMove) -> bool:
+    """Whether there are tiles to wait for."""
+    return cache.shape(move).cut.num_tiles > 1
 
 
 def follow(
@@ -71,21 +74,26 @@ def follow(
     compiled: CompiledPack | None,
     progress: Progress,
 ) -> list[int] | None:
-    """``scatter`` while the slab is being filled, tile by tile. None when nothing can follow, or
-    the other side does not go on; some tiles may have been written then. Raises as ``gather`` does.
+    """``scatter`` while the slab is being filled, tile by tile. None when the other side does not
+    go on; some tiles may have been written then. Raises as ``gather`` does.
     """
     shape = _checked(cache, move, slab)
-    if compiled is None or not compiled.does(cache, move, shape):
-        return None
-    return compiled.follow(cache, move, shape, slab, progress)
+    if compiled is not None and compiled.does(cache, move, shape):
+        return compiled.follow(cache, move, shape, slab, progress)
+    digests = HOST_DIGESTS[move.digest](shape, move.slab_index)
+    return scatter_tiles(cache, move, slab, digests, progress)
 
 
 def gather_tiles(
-    cache: HostCache, move: HostMove, slab: memoryview, digests: TileDigests
+    cache: HostCache,
+    move: HostMove,
+    slab: memoryview,
+    digests: TileDigests,
+    progress: Progress | None = None,
 ) -> list[int]:
     """``gather`` with numpy: each tile is digested while its bytes are hot."""
     view, pages = _SlabView(cache.shape(move), slab), _CacheView(cache, move)
-    for tile in view.tiles:
+    for number, tile in enumerate(view.tiles, 1):
         elements, scales = part = view.part(tile)
         if cache.dtype is move.wire:
             pages.read(tile, elements, scales)
@@ -94,17 +102,26 @@ def gather_tiles(
             pages.read(tile, *values)
             _convert(values, cache.dtype, part, move.wire, cache.head_dim)
         digests.add(tile, elements, scales)
+        if progress is not None:
+            progress.tell_filled(number)
     return digests.finish()
 
 
 def scatter_tiles(
-    cache: HostCache, move: HostMove, slab: memoryview, digests: TileDigests
-) -> list[int]:
-    """``scatter`` with numpy. A peer that shares the slab may change it at any moment, so each tile
-    is first copied to private memory, and digest and write both read that copy.
+    cache: HostCache,
+    move: HostMove,
+    slab: memoryview,
+    digests: TileDigests,
+    progress: Progress | None = None,
+) -> list[int] | None:
+    """``scatter`` with numpy, or ``follow``. A peer that shares the slab may change it at any
+    moment, so each tile is first copied to private memory, and digest and write both read that
+    copy.
     """
     view, pages = _SlabView(cache.shape(move), slab), _CacheView(cache, move)
-    for tile in view.tiles:
+    for number, tile in enumerate(view.tiles, 1):
+        if progress is not None and not progress.wait_filled(number):
+            return None
         elements, scales = part = _private.copy(view.part(tile))
         digests.add(tile, elements, scales)
         if cache.dtype is move.wire:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
+
+TILE_BITS = 20
+_SPINS = 100
+_NAP_S = 5e-5
 
 WORD_BYTES = 64
 """A word has a cache line of its own: two sides look at it in turns."""
@@ -26,3 +31,27 @@ class Progress:
     """
     patience_s: float = 0.0
     """Without a tile for so long, who follows gives up."""
+
+    def tell_filled(self, num_tiles: int) -> None:
+        """As in ``progress.h``, for numpy. A processor that reorders stores may show this one
+        before the last bytes of its tile: then digests differ, and the slab is scattered again.
+        """
+        self.word.cast("Q")[0] = self.grant << TILE_BITS | num_tiles
+
+    def wait_filled(self, num_tiles: int) -> bool:
+        """Whether so many tiles are filled within the patience. Other threads run meanwhile."""
+        word = self.word.cast("Q")
+        for _ in range(_SPINS):
+            if self._is_filled(word[0], num_tiles):
+                return True
+            time.sleep(0)
+        deadline_s = time.monotonic() + self.patience_s
+        while time.monotonic() < deadline_s:
+            time.sleep(_NAP_S)
+            if self._is_filled(word[0], num_tiles):
+                return True
+        return False
+
+    def _is_filled(self, word: int, num_tiles: int) -> bool:
+        grant, filled = divmod(word, 1 << TILE_BITS)
+        return grant == self.grant and filled >= num_tiles

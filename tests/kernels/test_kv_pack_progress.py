@@ -22,11 +22,16 @@ SHAPE = (2, 2, NUM_TOKENS, 2, 64)
 
 
 @pytest.fixture
-def pack() -> CompiledPack:
+def compiled() -> CompiledPack:
     found = compiled_pack()
     if found is None:
         pytest.skip("the installation built no host pack")
     return found
+
+
+@pytest.fixture(params=["compiled", "numpy"])
+def pack(request: pytest.FixtureRequest) -> CompiledPack | None:
+    return request.getfixturevalue("compiled") if request.param == "compiled" else None
 
 
 @pytest.fixture
@@ -52,7 +57,7 @@ def slab_for(side: Side) -> memoryview:
     return memoryview(bytearray(side.cache.shape(side.move).nbytes))
 
 
-def test_what_follows_writes_what_is_gathered(pack: CompiledPack, word: memoryview) -> None:
+def test_what_follows_writes_what_is_gathered(pack: CompiledPack | None, word: memoryview) -> None:
     source, target = Side(1), Side(2)
     slab = slab_for(source)
     with ThreadPoolExecutor(1) as pool:
@@ -67,7 +72,9 @@ def test_what_follows_writes_what_is_gathered(pack: CompiledPack, word: memoryvi
     assert again == slab
 
 
-def test_each_tile_is_taken_as_soon_as_it_is_filled(pack: CompiledPack, word: memoryview) -> None:
+def test_each_tile_is_taken_as_soon_as_it_is_filled(
+    pack: CompiledPack | None, word: memoryview
+) -> None:
     """Whoever fills the slab stops after three tiles: those are there, no other is touched."""
     source, target = Side(1), Side(2)
     slab = slab_for(source)
@@ -84,7 +91,7 @@ def test_each_tile_is_taken_as_soon_as_it_is_filled(pack: CompiledPack, word: me
 
 @pytest.mark.parametrize("left", [0, 6 << 20 | 99, 8 << 20 | 99, 2**64 - 1])
 def test_what_another_use_left_counts_for_nothing(
-    pack: CompiledPack, word: memoryview, left: int
+    pack: CompiledPack | None, word: memoryview, left: int
 ) -> None:
     target = Side(2)
     before = copied(target.kv)
@@ -94,7 +101,7 @@ def test_what_another_use_left_counts_for_nothing(
     assert same_bytes(before, target.kv)
 
 
-def test_a_slow_gather_is_waited_for(pack: CompiledPack, word: memoryview) -> None:
+def test_a_slow_gather_is_waited_for(pack: CompiledPack | None, word: memoryview) -> None:
     source, target = Side(1), Side(2)
     slab = slab_for(source)
     packed = gather(source.cache, source.move, slab, pack)
@@ -112,12 +119,18 @@ def test_a_slow_gather_is_waited_for(pack: CompiledPack, word: memoryview) -> No
         telling.result()
 
 
-def test_nothing_follows_without_the_compiled_pack_or_tiles_to_wait_for(
-    pack: CompiledPack, word: memoryview
+def test_numpy_follows_the_compiled_pack_and_that_follows_numpy(
+    compiled: CompiledPack, word: memoryview
 ) -> None:
+    source, target = Side(1), Side(2)
+    slab = slab_for(source)
+    for grant, ahead, behind in ((7, compiled, None), (8, None, compiled)):
+        packed = gather(source.cache, source.move, slab, ahead, Progress(word, grant))
+        progress = Progress(word, grant, PATIENT_S)
+        assert follow(target.cache, target.move, slab, behind, progress) == packed
+
+
+def test_one_tile_is_not_followed() -> None:
     side = Side(1)
-    assert can_follow(side.cache, side.move, pack)
-    assert not can_follow(side.cache, side.move, None)
-    assert not can_follow(side.cache, make_move(blocks=side.move.blocks), pack)
-    progress = Progress(word, 7, PATIENT_S)
-    assert follow(side.cache, side.move, slab_for(side), None, progress) is None
+    assert can_follow(side.cache, side.move)
+    assert not can_follow(side.cache, make_move(blocks=side.move.blocks))
