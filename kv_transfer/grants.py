@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from kvferry.core.errors import LinkLost, ProtocolError
 from kvferry.core.ids import LeaseId
+from kvferry.kernels.kv_pack.progress import Stream
 from kvferry.kv_transfer.messages import Credit, Filling, Header, Sample
 from kvferry.kv_transfer.transport import Inlet, Slab
 
@@ -89,18 +90,20 @@ class Grants:
         self._check_size(grant.nbytes)
         return True
 
-    def being_filled(self, message: Filling) -> tuple[Slab, memoryview] | None:
-        """A slab that its sender fills now, and its word of progress; None when it was granted for
-        something else, or is not shared. Raises ProtocolError for more bytes than it has.
+    def being_filled(self, message: Filling) -> tuple[Slab, memoryview | Stream] | None:
+        """A slab that its sender fills now, and what to follow that by; None when it was granted
+        for something else, or cannot be followed. Raises ProtocolError for more bytes than it has.
         """
         nbytes, grant = message.header.nbytes, self._grants.get(message.slab)
         if grant is None or grant.message is not None:
             return None
-        word = self._inlet.progress(message.slab)
-        if word is None or (grant.number, grant.lease) != (message.grant, message.header.lease):
+        if (grant.number, grant.lease) != (message.grant, message.header.lease):
+            return None
+        by = self._inlet.progress(message.slab, message.grant, nbytes)
+        if by is None:
             return None
         self._check_size(nbytes)
-        return self._inlet.slab(message.slab)[:nbytes], word
+        return self._inlet.slab(message.slab)[:nbytes], by
 
     def filled(self) -> list[Header | Sample]:
         """In the order in which they were granted."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvferry.kernels.kv_pack.progress import Progress
+from kvferry.kernels.kv_pack.progress import Progress, Stream
 from kvferry.kv_transfer.counters import Tally
 from kvferry.kv_transfer.jobs import ReceiveJob
 from kvferry.kv_transfer.leases import LeaseTable
@@ -58,7 +58,7 @@ class Scatter:
         self._followed: _Followed | None = None
         """The newest: its sender fills one slab after another."""
 
-    def follow(self, filling: Filling, slab: Slab, word: memoryview) -> None:
+    def follow(self, filling: Filling, slab: Slab, by: memoryview | Stream) -> None:
         """Write a slab while it is being filled, if that can be done; its header decides whether
         that counts.
         """
@@ -69,7 +69,7 @@ class Scatter:
         digests: list[int] | None = None
         started_s = self._clock()
         try:
-            progress = Progress(word, filling.grant, PATIENCE_S)
+            progress = Progress(by, filling.grant, PATIENCE_S)
             digests = self._copy_filling(job, filling.header, slab, progress)
         finally:
             num_scatters = self._leases.settle_filling(filling.header)

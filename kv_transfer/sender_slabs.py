@@ -249,7 +249,7 @@ class GrantedSlabs:
         transfer while they are filled; None: never.
         """
         job, parts = transfer.job, transfer.owed.parts
-        if not parts or self._outlet.progress(0) is None:
+        if not parts or not self._outlet.is_followed:
             return None
         part, head_bytes = parts[0], transfer.owed.head_bytes
         nbytes = slab_nbytes(head_bytes, part.layers, part.heads, job.tokens)
@@ -258,12 +258,15 @@ class GrantedSlabs:
 
     def _progress(self, held: GrantedSlab, ready: Ready) -> Progress | None:
         """What the receiver may follow the pack by, where that is of use; it is told so."""
-        least_bytes, word = held.transfer.followed_from, self._outlet.progress(held.slab)
-        if word is None or least_bytes is None or ready.move.nbytes < least_bytes:
+        least_bytes, nbytes = held.transfer.followed_from, ready.move.nbytes
+        if least_bytes is None or nbytes < least_bytes:
+            return None
+        by = self._outlet.progress(held.slab, held.grant, nbytes)
+        if by is None:
             return None
         header = _header(held.transfer, ready, [])
         self._send(Filling(slab=held.slab, grant=held.grant, header=header))
-        return Progress(word, held.grant)
+        return Progress(by, held.grant)
 
     def _depart(self, held: GrantedSlab) -> None:
         """A slab is filled."""

@@ -8,7 +8,7 @@ or the path has broken; one without moves its slabs in ``receive``, ``in_flight`
     receiver                                sender
     open_inlet(slabs)                       open_outlet(slabs)
     inlet.grant(slab, grant)   ─ Credit ─▶
-    may scatter meanwhile      ◀─ Filling ─ (where both hold one memory: see ``progress``)
+    may scatter meanwhile      ◀─ Filling ─ (where packs can be followed: see ``progress``)
                                             pack into outlet.slab(slab)
 
     pushed (shm, loopback, cuda_ipc, tcp, nixl):
@@ -33,6 +33,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from kvferry.kernels.kv_pack.progress import Stream
 from kvferry.kv_transfer.messages import MAX_FRAME
 
 Slab = Any
@@ -66,9 +67,15 @@ class Outlet(Protocol):
         """
         ...
 
-    def progress(self, slab: int) -> memoryview | None:
-        """A word that both sides of this slab share, 8 bytes: see ``Progress``. None where the slab
-        itself is not shared.
+    @property
+    def is_followed(self) -> bool:
+        """Whether the receiver may scatter slabs while they are filled."""
+        ...
+
+    def progress(self, slab: int, grant: int, nbytes: int) -> memoryview | Stream | None:
+        """Begin to fill a slab, and what its receiver follows that by: see ``Progress``. ``push``
+        must come next; without it the slab is in flight until its bytes, whatever they are, are
+        gone. None: it does not follow this one. Raises LinkLost.
         """
         ...
 
@@ -107,8 +114,8 @@ class Inlet(Protocol):
         """
         ...
 
-    def progress(self, slab: int) -> memoryview | None:
-        """As of ``Outlet``."""
+    def progress(self, slab: int, grant: int, nbytes: int) -> memoryview | Stream | None:
+        """What a scatter follows the filling of a slab by; None: it cannot, now at least."""
         ...
 
     def close(self) -> None: ...

@@ -17,10 +17,10 @@ import torch
 from numpy.typing import NDArray
 
 from kvferry.kernels.kv_pack.host_cache import HostCache, HostMove
-from kvferry.kernels.kv_pack.progress import Progress
+from kvferry.kernels.kv_pack.progress import Progress, Stream
 from kvferry.kernels.kv_pack.slab import SlabShape
 
-ABI = 3
+ABI = 4
 """As in ``host_pack.c``: a library left behind by an older version is not used."""
 SHORT = 240
 """xxh3 treats inputs of so many bytes, and fewer, in other ways, which are not compiled."""
@@ -71,6 +71,8 @@ class _Progress(ctypes.Structure):
         ("word", ctypes.c_void_p),
         ("grant", ctypes.c_uint64),
         ("patience_ns", ctypes.c_int64),
+        ("connection", ctypes.c_int64),
+        ("moved", ctypes.c_int64),
     )
 
 
@@ -180,6 +182,8 @@ class CompiledPack:
         status = self._move(
             tensors, len(tensors), tokens, address, seed, digests, is_gather, by, shared
         )
+        if progress is not None and shared is not None and isinstance(progress.by, Stream):
+            progress.by.moved = shared.moved
         if status == _OUTSIDE:
             raise IndexError(f"blocks: one is outside the cache of {tokens.num_blocks}")
         return None if status == _GIVEN_UP else list(digests)
@@ -210,8 +214,10 @@ def _conversion(cache: HostCache, shape: SlabShape, scales: NDArray[np.float32])
 
 
 def _shared(progress: Progress) -> _Progress:
-    word = _address(np.frombuffer(progress.word, np.uint64))
-    return _Progress(word, progress.grant, int(progress.patience_s * 1e9))
+    by, patience_ns = progress.by, int(progress.patience_s * 1e9)
+    if isinstance(by, Stream):
+        return _Progress(None, progress.grant, patience_ns, by.fd, by.moved)
+    return _Progress(_address(np.frombuffer(by, np.uint64)), progress.grant, patience_ns)
 
 
 def _address(array: NDArray[Any]) -> int:

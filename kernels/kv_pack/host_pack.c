@@ -11,7 +11,7 @@
 #include "progress.h"
 #include "xxh3.h"
 
-enum { ABI = 3 };
+enum { ABI = 4 };
 enum { MOVED, OUTSIDE, GIVEN_UP };
 
 /* One token range of one row, between the cache and `*slab`, which moves on. */
@@ -48,13 +48,13 @@ static int64_t least(int64_t a, int64_t b)
 }
 
 /* Between the cache and a slab; `digests` has one number per tile. The seed of a tile is `seed` with
- * its number in the low half. `by`: null unless the slab has another element type. A gather says in
+ * its number in the low half. `by`: null unless the slab has another element type. A gather tells
  * `progress`, unless that is null, which tiles it has filled; a scatter waits for each there. Returns
  * OUTSIDE, with nothing moved, for a block outside the cache, GIVEN_UP when the gather did not go on.
  */
 int kvferry_move(const tensor_t *tensors, int num_tensors, const range_t *range, uint8_t *slab,
                  uint64_t seed, uint64_t *digests, int is_gather, const conversion_t *by,
-                 const progress_t *progress)
+                 progress_t *progress)
 {
     int64_t end = range->begin + range->tokens;
     for (int64_t i = range->begin / range->block_size; i * range->block_size < end; i++)
@@ -71,11 +71,14 @@ int kvferry_move(const tensor_t *tensors, int num_tensors, const range_t *range,
         tile.row_end = least(tile.row + range->rows_per_tile, range->rows);
         for (tile.token = 0; tile.token < range->tokens; tile.token = tile.token_end, number++) {
             tile.token_end = least(tile.token + range->tokens_per_tile, range->tokens);
-            if (progress && !is_gather && !wait_filled(progress, number + 1)) {
+            int64_t tokens = (tile.row_end - tile.row) * (tile.token_end - tile.token);
+            /* What of a tile lies last in the slab. */
+            uint8_t *last = scale_bytes ? parts[1] + tokens * scale_bytes
+                                        : parts[0] + tokens * element_bytes;
+            if (progress && !is_gather && !await_tile(progress, slab, number, last - slab)) {
                 __sync_synchronize();
                 return GIVEN_UP;
             }
-            int64_t tokens = (tile.row_end - tile.row) * (tile.token_end - tile.token);
             digest_t digest;
             begin_digest(&digest, seed | number, tokens * (element_bytes + scale_bytes),
                          !is_gather && !by);
@@ -85,7 +88,7 @@ int kvferry_move(const tensor_t *tensors, int num_tensors, const range_t *range,
                 move_tile(&digest, tensors, num_tensors, range, &tile, parts, is_gather);
             digests[number] = end_digest(&digest);
             if (progress && is_gather)
-                tell_filled(progress, number + 1);
+                tell_tile(progress, slab, number, parts[0] - slab);
         }
     }
     if (!is_gather)

@@ -18,14 +18,24 @@ def progress_words(memory: memoryview) -> list[memoryview]:
     return [memory[at : at + 8] for at in range(0, len(memory), WORD_BYTES)]
 
 
+@dataclass(slots=True)
+class Stream:
+    """A connection that the bytes of a slab go or come over while it is packed or scattered."""
+
+    fd: int
+    """Of a stream socket."""
+    moved: int = 0
+    """Bytes of the slab, so far; in order."""
+
+
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """A word of memory that both sides of a link share; see ``progress.h``. A peer may write
-    anything there: it decides when bytes are read, and digests decide what they are worth.
+    """How who fills a slab and who scatters it meanwhile know of each other; see ``progress.h``.
+    What a peer says decides when bytes are read, and digests decide what they are worth.
     """
 
-    word: memoryview
-    """Its 8 bytes, at a multiple of 8."""
+    by: memoryview | Stream
+    """A word of memory that both share, 8 bytes at a multiple of 8; or what the bytes go over."""
     grant: int
     """What the slab is used for, [0, 2**44); what another use left in the word counts for nothing.
     """
@@ -35,12 +45,18 @@ class Progress:
     def tell_filled(self, num_tiles: int) -> None:
         """As in ``progress.h``, for numpy. A processor that reorders stores may show this one
         before the last bytes of its tile: then digests differ, and the slab is scattered again.
+        Over a connection it is silent: the bytes leave when the slab is full.
         """
-        self.word.cast("Q")[0] = self.grant << TILE_BITS | num_tiles
+        if isinstance(self.by, memoryview):
+            self.by.cast("Q")[0] = self.grant << TILE_BITS | num_tiles
 
     def wait_filled(self, num_tiles: int) -> bool:
-        """Whether so many tiles are filled within the patience. Other threads run meanwhile."""
-        word = self.word.cast("Q")
+        """Whether so many tiles are filled within the patience. Other threads run meanwhile.
+        Nothing comes over a connection meanwhile.
+        """
+        if isinstance(self.by, Stream):
+            return False
+        word = self.by.cast("Q")
         for _ in range(_SPINS):
             if self._is_filled(word[0], num_tiles):
                 return True

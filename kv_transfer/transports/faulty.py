@@ -28,6 +28,7 @@ from __future__ import annotations
 import math
 
 from kvferry.core.errors import LinkLost, LinkRefused
+from kvferry.kernels.kv_pack.progress import Stream
 from kvferry.kv_transfer.messages import MAX_FRAME, tag_of
 from kvferry.kv_transfer.transport import Channel, Connect, Inlet, Listener, Outlet, Slab
 from kvferry.kv_transfer.transports.faults import Fault, Faults, LinkFaults, Place, Side, flip
@@ -177,9 +178,14 @@ class FaultyOutlet:
         else:
             self._inner.push(slab, grant, nbytes)
 
-    def progress(self, slab: int) -> memoryview | None:
+    @property
+    def is_followed(self) -> bool:
+        return self._inner.is_followed
+
+    def progress(self, slab: int, grant: int, nbytes: int) -> memoryview | Stream | None:
         """Whoever follows a slab reads it before its faults."""
-        return self._inner.progress(slab)
+        self._channel.check()
+        return self._inner.progress(slab, grant, nbytes)
 
     def in_flight(self, slab: int) -> bool:
         self._channel.check()

@@ -22,6 +22,8 @@ _listeners_lock = threading.Lock()
 class LoopbackSlabs(SharedSlabs):
     """Slabs in one bytearray that both sides hold."""
 
+    is_followed = True
+
     def __init__(self, num_slabs: int, slab_bytes: int) -> None:
         self.shape = (num_slabs, slab_bytes)
         self._bytes = memoryview(bytearray(num_slabs * slab_bytes))
@@ -31,7 +33,7 @@ class LoopbackSlabs(SharedSlabs):
         slab_bytes = self.shape[1]
         return self._bytes[index * slab_bytes : (index + 1) * slab_bytes]
 
-    def progress(self, slab: int) -> memoryview | None:
+    def progress(self, slab: int, grant: int, nbytes: int) -> memoryview | None:
         return self._words[slab]
 
     def close(self) -> None:

@@ -72,7 +72,7 @@ class NixlInlet:
     def pull(self, slab: int, grant: int, nbytes: int) -> None:
         raise ProtocolError("nixl is not pulled")
 
-    def progress(self, slab: int) -> memoryview | None:
+    def progress(self, slab: int, grant: int, nbytes: int) -> memoryview | None:
         return None
 
     def arrived(self, slab: int, grant: int, nbytes: int) -> bool:
@@ -97,6 +97,7 @@ class NixlOutlet:
 
     is_pulled = False
     is_device = False
+    is_followed = False
 
     def __init__(self, agent: NixlAgent, remote: _Memory, wake: Callable[[], None]) -> None:
         """Raises ProtocolError when the peer's memory is not what it announced."""
@@ -133,7 +134,7 @@ class NixlOutlet:
         if slab in self._writes:
             self._turner.stir()
 
-    def progress(self, slab: int) -> memoryview | None:
+    def progress(self, slab: int, grant: int, nbytes: int) -> memoryview | None:
         return None
 
     def in_flight(self, slab: int) -> bool:

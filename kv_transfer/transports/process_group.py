@@ -67,6 +67,7 @@ class GroupPath:
     """One end of a data path over a group: the outlet when it pushes, the inlet when it pulls."""
 
     is_pulled = True
+    is_followed = False
 
     def __init__(
         self,
@@ -109,7 +110,7 @@ class GroupPath:
     def push(self, slab: int, grant: int, nbytes: int) -> None:
         self._post(_Move(slab, grant, nbytes), self._group.send)
 
-    def progress(self, slab: int) -> memoryview | None:
+    def progress(self, slab: int, grant: int, nbytes: int) -> memoryview | None:
         return None
 
     def in_flight(self, slab: int) -> bool:

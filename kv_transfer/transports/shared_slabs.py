@@ -10,6 +10,7 @@ class SharedSlabs:
 
     is_pulled = False
     is_device = False
+    is_followed = False
 
     def push(self, slab: int, grant: int, nbytes: int) -> None:
         """Nothing to do: the pack has ended, and the receiver reads the same memory."""
@@ -23,7 +24,7 @@ class SharedSlabs:
     def pull(self, slab: int, grant: int, nbytes: int) -> None:
         raise ProtocolError("shared memory is not pulled")
 
-    def progress(self, slab: int) -> memoryview | None:
+    def progress(self, slab: int, grant: int, nbytes: int) -> memoryview | None:
         return None
 
     def arrived(self, slab: int, grant: int, nbytes: int) -> bool:

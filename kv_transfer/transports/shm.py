@@ -31,6 +31,8 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 class ShmSlabs(SharedSlabs):
     """Slabs in one mapping of a memfd: both ends of the data path, since nothing has to move."""
 
+    is_followed = True
+
     def __init__(self, fd: int, num_slabs: int, slab_bytes: int) -> None:
         size = _memory_bytes(num_slabs, slab_bytes)
         shared = mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
@@ -42,7 +44,7 @@ class ShmSlabs(SharedSlabs):
         assert self._bytes is not None
         return self._bytes[index * self._slab_bytes : (index + 1) * self._slab_bytes]
 
-    def progress(self, slab: int) -> memoryview | None:
+    def progress(self, slab: int, grant: int, nbytes: int) -> memoryview | None:
         return self._words[slab] if self._words else None
 
     def close(self) -> None:

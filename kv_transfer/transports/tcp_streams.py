@@ -4,7 +4,8 @@ it packs or scatters next is then still in its processor's cache, and nothing is
 On a stream a slab is 20 bytes (grant: 8, slab: 4, number of bytes: 8; big-endian), then its bytes,
 which go from slab memory to slab memory with no copy but the kernel's. What the header says is held
 against what the inlet granted before the first byte is taken. Slabs go to whichever stream has the
-fewest to send, and leave at once as far as the kernel takes them.
+fewest to send, and leave at once as far as the kernel takes them. A pack may send a slab while it
+fills it, and a scatter take it in while it is written: then ``Stream`` says how far they have come.
 """
 
 from __future__ import annotations
@@ -56,10 +57,6 @@ class TcpPath:
 
     def slab(self, index: int) -> memoryview:
         return self._bytes[index * self._slab_bytes : (index + 1) * self._slab_bytes]
-
-    def progress(self, slab: int) -> memoryview | None:
-        """Nothing is shared."""
-        return None
 
     def events(self) -> dict[socket.socket, int]:
         """After which ``turn`` has something to do."""

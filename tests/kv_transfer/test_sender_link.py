@@ -74,7 +74,9 @@ class BrokenPath:
     def in_flight(self, slab: int) -> bool:
         return False
 
-    def progress(self, slab: int) -> None: ...
+    is_followed = False
+
+    def progress(self, slab: int, grant: int, nbytes: int) -> None: ...
 
 
 @pytest.mark.parametrize("error", [LinkRefused("not today"), LinkLost("no answer")], ids=str)

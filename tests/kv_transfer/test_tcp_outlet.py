@@ -126,3 +126,51 @@ def test_a_port_that_is_gone_by_set_up_loses_the_link(mute: Mute) -> None:
     mute.say(msgspec.msgpack.encode((b"t" * 32, 2)))
     with pytest.raises(LinkLost, match="no data path"):
         mute.sender.open_outlet(1, SLAB, 5.0)
+
+
+def test_a_slab_that_is_begun_goes_on_from_where_its_pack_has_sent_it(mute: Mute) -> None:
+    mute.say(msgspec.msgpack.encode((b"t" * 32, 1)))
+    outlet = mute.sender.open_outlet(2, SLAB, 5.0)
+    stream, _ = mute.server.accept()
+    content = os.urandom(SLAB)
+    outlet.slab(1)[:] = content
+    begun = outlet.progress(1, 7, SLAB)
+    assert begun is not None
+    assert outlet.progress(0, 8, SLAB) is None  # its only stream is taken
+    begun.moved = os.write(begun.fd, content[:1000])
+    received = bytearray()
+    reader = threading.Thread(target=read_all, args=(stream, received))
+    reader.start()
+    outlet.push(1, 7, SLAB)
+    while outlet.in_flight(1):
+        mute.sender.receive(0.01)
+    outlet.close()
+    reader.join()
+    assert received[len(DATA) + 32 :] == FRAME.pack(7, 1, SLAB) + content
+    stream.close()
+
+
+def test_a_slab_that_is_begun_and_never_pushed_is_in_flight_until_it_is_gone(mute: Mute) -> None:
+    """The stream carries others after it."""
+    mute.say(msgspec.msgpack.encode((b"t" * 32, 1)))
+    outlet = mute.sender.open_outlet(2, SLAB, 5.0)
+    stream, _ = mute.server.accept()
+    assert outlet.progress(1, 7, SLAB) is not None
+    outlet.push(0, 8, 1)
+    received = bytearray()
+    reader = threading.Thread(target=read_all, args=(stream, received))
+    reader.start()
+    while outlet.in_flight(1) or outlet.in_flight(0):
+        mute.sender.receive(0.01)
+    outlet.close()
+    reader.join()
+    assert len(received) == len(DATA) + 32 + 2 * FRAME.size + SLAB + 1
+    stream.close()
+
+
+def test_a_slab_is_not_begun_over_a_path_that_broke(mute: Mute) -> None:
+    mute.say(msgspec.msgpack.encode((b"t" * 32, 1)))
+    outlet = mute.sender.open_outlet(1, SLAB, 5.0)
+    outlet.close()
+    with pytest.raises(LinkLost):
+        outlet.progress(0, 1, SLAB)

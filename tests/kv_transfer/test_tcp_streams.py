@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -133,3 +135,33 @@ def test_a_stream_that_joins_a_broken_path_is_closed_with_it(raw: TcpLink) -> No
         eventually(lambda: is_broken(raw))
         raw.inlet.close()
         assert is_closed_by_peer(late)
+
+
+def test_what_is_coming_can_be_followed_by_who_knows_it(raw: TcpLink) -> None:
+    raw.inlet.grant(0, 1)
+    assert raw.inlet.progress(0, 1, 100) is None
+    with raw.stream() as stream:
+        stream.sendall(FRAME.pack(1, 0, 100) + b"x" * 50)
+        eventually(lambda: raw.inlet.progress(0, 1, 100))
+        assert raw.inlet.progress(0, 2, 100) is None
+        assert raw.inlet.progress(0, 1, 99) is None
+        assert raw.inlet.progress(1, 1, 100) is None
+        coming = raw.inlet.progress(0, 1, 100)
+        assert coming is not None
+        eventually(lambda: raw.inlet.arrived(0, 1, 100) or coming.moved == 50)
+        stream.sendall(b"y" * 50 + FRAME.pack(1, 0, 1) + b"z")
+        raw.inlet.slab(0)[50:100] = take(coming.fd, 50)
+        coming.moved = 100
+        assert raw.inlet.arrived(0, 1, 100)
+        assert raw.inlet.progress(0, 1, 100) is None
+    assert bytes(raw.inlet.slab(0)[:101]) == b"x" * 50 + b"y" * 50 + b"\0"
+
+
+def take(fd: int, nbytes: int) -> bytes:
+    taken = b""
+    while len(taken) < nbytes:
+        try:
+            taken += os.read(fd, nbytes - len(taken))
+        except BlockingIOError:
+            time.sleep(0.001)
+    return taken

@@ -82,8 +82,10 @@ class HoldingOutlet:
         self.is_pulled, self.is_device = inner.is_pulled, inner.is_device
         self.slab, self.in_flight, self.close = inner.slab, inner.in_flight, inner.close
 
-    def progress(self, slab: int) -> None:
-        """None: what is held may not be seen either."""
+    is_followed = False
+    """What is held may not be seen either."""
+
+    def progress(self, slab: int, grant: int, nbytes: int) -> None: ...
 
     def push(self, *arguments: Any) -> None:
         self._pushes += 1

@@ -68,7 +68,7 @@ class FakeInlet:
         assert self.granted[slab] == grant
         self.pulls.append((slab, grant, nbytes))
 
-    def progress(self, slab: int) -> memoryview | None:
+    def progress(self, slab: int, grant: int, nbytes: int) -> memoryview | None:
         return self.word
 
     def arrived(self, slab: int, grant: int, nbytes: int) -> bool:

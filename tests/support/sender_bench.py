@@ -56,7 +56,9 @@ class FakeOutlet:
         if not self.lands:
             self.flying.add(slab)
 
-    def progress(self, slab: int) -> None: ...
+    is_followed = False
+
+    def progress(self, slab: int, grant: int, nbytes: int) -> None: ...
 
     def in_flight(self, slab: int) -> bool:
         if self.is_broken:

@@ -39,7 +39,7 @@ class SlowMemory:
         self._work(self._worker.world.meddling.in_copy(self._worker, blocks))
         digests = self._memory.pack(blocks, move, form, slab, after)
         if progress is not None:
-            np.frombuffer(progress.word, np.uint64)[0] = progress.grant
+            np.frombuffer(progress.by, np.uint64)[0] = progress.grant
         self._work()
         return digests
 
@@ -59,7 +59,7 @@ class SlowMemory:
     ) -> list[int] | None:
         """Writes what is in the slab, be it of an earlier use."""
         digests = self.scatter(blocks, move, form, slab)
-        is_filled = np.frombuffer(progress.word, np.uint64)[0] == progress.grant
+        is_filled = np.frombuffer(progress.by, np.uint64)[0] == progress.grant
         what = "filled" if is_filled else "not filled"
         self._worker.world.covered[f"a slab that is {what} is followed"] += 1
         return digests if is_filled else None

@@ -113,8 +113,12 @@ class SimSlabs:
             takes_s = wire.pace.link_s() + wire.world.meddling.in_flight()
             wire.agenda.after(takes_s, wire.land, slab, transit)
 
-    def progress(self, slab: int) -> memoryview | None:
-        return self._wire.words[slab] if self._wire.path is Path.SHARED else None
+    @property
+    def is_followed(self) -> bool:
+        return self._wire.path is Path.SHARED
+
+    def progress(self, slab: int, grant: int, nbytes: int) -> memoryview | None:
+        return self._wire.words[slab] if self.is_followed else None
 
     def in_flight(self, slab: int) -> bool:
         self._check()
