@@ -20,7 +20,7 @@ from kvferry.kernels.kv_pack.host_cache import HostCache, HostMove
 from kvferry.kernels.kv_pack.progress import Progress, Stream
 from kvferry.kernels.kv_pack.slab import SlabShape
 
-ABI = 4
+ABI = 5
 """As in ``host_pack.c``: a library left behind by an older version is not used."""
 SHORT = 240
 """xxh3 treats inputs of so many bytes, and fewer, in other ways, which are not compiled."""

@@ -11,7 +11,7 @@
 #include "progress.h"
 #include "xxh3.h"
 
-enum { ABI = 4 };
+enum { ABI = 5 };
 enum { MOVED, OUTSIDE, GIVEN_UP };
 
 /* One token range of one row, between the cache and `*slab`, which moves on. */
