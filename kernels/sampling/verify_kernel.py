@@ -30,6 +30,8 @@ from kvferry.kernels.sampling.tensors import MAX_DRAFTS as _MAX_DRAFTS
 
 MAX_DRAFTS = tl.constexpr(_MAX_DRAFTS)
 COLUMNS = tl.constexpr(_MAX_DRAFTS + 1)
+LEAST_NORMAL = tl.constexpr(2.0**-126)
+"""Of float32: below, what is left of p - q is nothing, whether or not a chip keeps such numbers."""
 
 
 @triton.jit
@@ -208,8 +210,8 @@ def replace_kernel(
                 p_q = p_probs + i_row * vocab_size + o_v
                 b_q = tl.load(p_q, mask=o_v < vocab_size, other=0.0)
                 b_rest = mass_of(b_l, scale, temperature) / mass - b_q
-                m_in = m_in & (b_rest > 0.0)
-                b_score = tl.log(tl.where(b_rest > 0.0, b_rest, 1.0))
+                m_in = m_in & (b_rest >= LEAST_NORMAL)
+                b_score = tl.log(tl.where(b_rest >= LEAST_NORMAL, b_rest, 1.0))
             else:
                 m_in = m_in & (o_v != tl.load(p_draft + i_row))
         b_words = words_of_ids(

@@ -82,6 +82,20 @@ def test_rejection_is_the_reference(
 
 
 @pytest.mark.parametrize("op", [wrapper, reference])
+def test_what_float32_has_no_normal_number_for_is_not_drawn(op: ModuleType) -> None:
+    """p - q is 1e-40 for id 9, and nothing elsewhere: chips differ in whether they keep that."""
+    logits = torch.full((2, 40), -500.0)
+    logits[:, 7], logits[:, 9] = 500.0, 408.0
+    params = random_params(torch.Generator().manual_seed(0), 2, filtered=False, temperature=1.0)
+    q = torch.zeros(2, 40)
+    q[:, 7] = 1.0
+    drafts = DraftTensors(offsets=offsets_of([1]), token_ids=torch.tensor([3, NO_ID]), probs=q)
+    got = op.verify_rejection(logits, params, drafts, 40)
+    assert got.num_accepted.tolist() == [0]
+    assert got.token_ids[0, :2].tolist() == [7, 0]
+
+
+@pytest.mark.parametrize("op", [wrapper, reference])
 def test_a_draft_that_its_own_model_never_draws_is_not_the_replacement(op: ModuleType) -> None:
     """p = q, all on id 7, and a draft with q = 0: nothing is left of p - q to draw from."""
     logits = torch.full((2, 40), -500.0)
