@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import random
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -99,6 +100,18 @@ def test_a_peer_moves_in_the_way_that_is_its_fastest(tmp_path: Path) -> None:
         assert list(batch.latencies_s) == [2.0] * 3
         assert (batch.wall_s, batch.cpu_s) == (6.0, 1.5)
         assert peer.way(8) == "slabs of 2 MiB"
+
+
+def test_a_peer_stands_still_between_its_turns(tmp_path: Path) -> None:
+    names_itself = ANSWERS.replace('"fake"', "str(__import__('os').getpid())")
+    with peer_program(program(tmp_path / "peer.py", names_itself), setting(), {}) as peer:
+        state = Path(f"/proc/{peer.name}/stat")
+        for _ in range(3):
+            deadline = time.monotonic() + 10.0
+            while state.read_text().rpartition(")")[2].split()[0] != "T":
+                assert time.monotonic() < deadline
+            assert len(peer.transfer(8, 3).latencies_s) == 3
+    assert not state.exists()
 
 
 def test_a_peer_that_dies_is_told_of_with_its_last_words(tmp_path: Path) -> None:

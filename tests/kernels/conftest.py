@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from compiled_packs import COMPILER, build_pack
 
-from kvferry.kernels.kv_pack.host_compiled import LANES, CompiledPack
+from kvferry.kernels.kv_pack.host_compiled import LANES, CompiledPack, compiled_pack
 
 
 @pytest.fixture
@@ -36,6 +36,15 @@ def scribbled() -> Callable[[memoryview], AbstractContextManager[None]]:
             thread.join()
 
     return scribble_on
+
+
+@pytest.fixture
+def compiled() -> CompiledPack:
+    """The installation's own."""
+    found = compiled_pack()
+    if found is None:
+        pytest.skip("the installation built no host pack")
+    return found
 
 
 @pytest.fixture(scope="session", params=sorted(LANES), ids=lambda lanes: LANES[lanes])

@@ -13,20 +13,12 @@ from paged_caches import copied, poison, same_bytes
 
 from kvferry.kernels.kv_pack.host import can_follow, follow, gather
 from kvferry.kernels.kv_pack.host_cache import HostCache, HostMove
-from kvferry.kernels.kv_pack.host_compiled import CompiledPack, compiled_pack
+from kvferry.kernels.kv_pack.host_compiled import CompiledPack
 from kvferry.kernels.kv_pack.progress import WORD_BYTES, Progress
 
 PATIENT_S, HASTY_S = 20.0, 0.01
 NUM_TOKENS = 2048
 SHAPE = (2, 2, NUM_TOKENS, 2, 64)
-
-
-@pytest.fixture
-def compiled() -> CompiledPack:
-    found = compiled_pack()
-    if found is None:
-        pytest.skip("the installation built no host pack")
-    return found
 
 
 @pytest.fixture(params=["compiled", "numpy"])

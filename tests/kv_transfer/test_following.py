@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from followed import LARGE, assert_followed
 from lease_table import ONE, Leases
 from receiver_bench import SLAB_BYTES, Bench
 
@@ -14,12 +15,8 @@ from kvferry.core.errors import ProtocolError
 from kvferry.kernels.kv_pack.host_compiled import compiled_pack
 from kvferry.kv_transfer.counters import Tally
 from kvferry.kv_transfer.jobs import Reason
-from kvferry.kv_transfer.layout import Span
 from kvferry.kv_transfer.messages import Abort, Ack, Credit, Return
 from kvferry.kv_transfer.states import State
-
-TOKENS = Span(5, 5000)
-"""Several tiles in the cache of the tests."""
 
 
 @pytest.fixture
@@ -167,13 +164,4 @@ def test_a_slab_may_be_given_back_after_it(bench: Bench) -> None:
 
 @pytest.mark.skipif(compiled_pack() is None, reason="the installation built no host pack")
 def test_whole_transfers_are_followed_and_equal(make_pair) -> None:
-    pair = make_pair(16, 16, tokens=TOKENS, slab_bytes=1 << 22, staging_bytes=1 << 23)
-    for attempt in range(1, 9):
-        pair.expect(lease=attempt, attempt=attempt)
-        pair.send(lease=attempt, attempt=attempt)
-        _, sent = pair.assert_both_done()
-        assert sent.account.resends == 0
-        pair.target.slots.zero_()
-    # One that loses the processor for too long is scattered later.
-    assert pair.receiver.tallies[Tally.FOLLOWED] > 0
-    assert not pair.receiver.counters
+    assert_followed(make_pair(16, 16, **LARGE))

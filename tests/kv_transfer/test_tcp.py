@@ -9,15 +9,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from followed import LARGE, assert_followed
 from strangers import is_closed_by_peer, open_socket
 from tcp_link import FRAME, SLAB, SLABS, TcpLink, eventually, has_arrived
 
 from kvferry.core.errors import LinkLost, LinkRefused
 from kvferry.kernels.kv_pack.host_compiled import compiled_pack
-from kvferry.kv_transfer.counters import Tally
 from kvferry.kv_transfer.endpoints import connect
 from kvferry.kv_transfer.jobs import ReceiveDone, SendDone
-from kvferry.kv_transfer.layout import Span
 from kvferry.kv_transfer.transports.tcp import TcpChannel
 from kvferry.kv_transfer.transports.tcp_listener import CONTROL, DATA, MAX_STRANGERS, TcpListener
 
@@ -220,13 +219,4 @@ def test_transfers_whole(pairs_over) -> None:
 
 @pytest.mark.skipif(compiled_pack() is None, reason="the installation built no host pack")
 def test_slabs_are_followed_over_their_stream(pairs_over) -> None:
-    pair = pairs_over("tcp")(tokens=Span(5, 5000), slab_bytes=1 << 22, staging_bytes=1 << 23)
-    for attempt in range(1, 9):
-        pair.expect(lease=attempt, attempt=attempt)
-        pair.send(lease=attempt, attempt=attempt)
-        _, sent = pair.assert_both_done()
-        assert sent.account.resends == 0
-        pair.target.slots.zero_()
-    # One whose bytes take too long is scattered later.
-    assert pair.receiver.tallies[Tally.FOLLOWED] > 0
-    assert not pair.receiver.counters
+    assert_followed(pairs_over("tcp")(**LARGE))
