@@ -1,6 +1,6 @@
 """The paged KV tensors of one worker.
 
-Shapes: L num_layers, N num_blocks, B block_size, H num_kv_heads, D head_dim.
+Shapes: L num_layers, N num_blocks, S host slots, B block_size, H num_kv_heads, D head_dim.
 Slot of token t of a sequence: ``block_table[t // B] * B + t % B``.
 """
 
@@ -25,6 +25,10 @@ class PagedKV:
     """[L, 2, N, B, H, D]"""
     scales: torch.Tensor | None = None
     """float32 [L, 2, N, B, H], one per token and head, in a cache of int8 or FP8."""
+    host: torch.Tensor | None = None
+    """[L, 2, S, B, H, D] in host memory: where blocks of swapped sequences wait."""
+    host_scales: torch.Tensor | None = None
+    """float32 [L, 2, S, B, H]"""
 
     @classmethod
     def allocate(
@@ -37,13 +41,24 @@ class PagedKV:
         num_blocks: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        num_host_slots: int = 0,
     ) -> PagedKV:
-        """A zeroed cache: what is stale is finite, so that masked positions stay without effect."""
+        """A zeroed cache: what is stale is finite, so that masked positions stay without effect.
+
+        Host slots are written before they are read, and cost nothing before that.
+        """
         shape = (num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim)
-        scales = None
+        kv = cls(torch.zeros(shape, dtype=dtype, device=device))
         if dtype in QUANTISED_TYPES:
-            scales = torch.zeros(shape[:-1], dtype=torch.float32, device=device)
-        return cls(torch.zeros(shape, dtype=dtype, device=device), scales)
+            kv.scales = torch.zeros(shape[:-1], dtype=torch.float32, device=device)
+        if num_host_slots:
+            shape = (num_layers, 2, num_host_slots, block_size, num_kv_heads, head_dim)
+            # Copies to and from pageable memory would hold up the device.
+            pinned = kv.tensor.is_cuda
+            kv.host = torch.empty(shape, dtype=dtype, pin_memory=pinned)
+            if kv.scales is not None:
+                kv.host_scales = torch.empty(shape[:-1], dtype=torch.float32, pin_memory=pinned)
+        return kv
 
     @property
     def num_layers(self) -> int:
@@ -52,6 +67,10 @@ class PagedKV:
     @property
     def num_blocks(self) -> int:
         return self.tensor.shape[2]
+
+    @property
+    def num_host_slots(self) -> int:
+        return 0 if self.host is None else self.host.shape[2]
 
     @property
     def block_size(self) -> int:

@@ -31,6 +31,7 @@ def _checked_address(text: str) -> str:
 
 TransportChoice = Literal["auto", "loopback", "shm", "tcp", "gloo", "nccl", "cuda_ipc", "nixl"]
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
+HostBytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Address = Annotated[str, AfterValidator(_checked_address)]
 
@@ -90,6 +91,11 @@ class PoolConfig(Section):
         "host that a worker is on.",
     )
 
+    @property
+    def host_nbytes(self) -> int:
+        """Host memory per worker beside the KV cache, for blocks that are swapped out."""
+        return 0
+
     def cache_dtype(self, model: ModelConfig) -> str:
         """Element type of this pool's KV caches."""
         return self.kv_dtype or model.kv_dtype or model.dtype
@@ -111,6 +117,15 @@ class DecodeConfig(PoolConfig):
     growth_tokens: int = Field(
         32, ge=1, description="Tokens each running sequence keeps room for in the ledger."
     )
+    swap_memory: HostBytes = Field(
+        parse_bytes("256MiB"),
+        description="Host memory per worker for the KV of sequences that wait for blocks; it is "
+        "taken as it is used. 0: they are given back to the router and computed again.",
+    )
+
+    @property
+    def host_nbytes(self) -> int:
+        return self.swap_memory
 
 
 class TransferConfig(Section):

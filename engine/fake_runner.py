@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.cache.paged import PagedKV
+from kvferry.engine.block_moves import move_blocks
 from kvferry.engine.plan import LayerDone, LogitEdits, RowLogprobs, StepPlan, StepResult
 
 FAKE_HEAD_DIM = 4
@@ -83,6 +84,9 @@ class FakeRunner:
     def execute(self, plan: StepPlan, layer_done: LayerDone | None = None) -> StepResult:
         if self._before_execute is not None:
             self._before_execute(plan)
+        move_blocks(self._kv, plan)
+        if not len(plan.query_lens):
+            return StepResult(token_ids=np.zeros(0, dtype=np.int64))
         contexts, writes = self._slots_of(plan)
         self._check_no_overlap(contexts, writes)
         known = [self._read(i, slots) for i, slots in enumerate(contexts)]

@@ -66,7 +66,8 @@ def allocate_kv(spec: ModelSpec, dtype: torch.dtype, pool: PoolConfig, pool_name
             f"set it to {max(needed, MIN_BLOCKS) * nbytes}, or lower model.max_model_len",
         )
     num_blocks = num_blocks_for(pool.kv_memory, nbytes, key=key)
-    return PagedKV.allocate(**shape, num_blocks=num_blocks, dtype=dtype)
+    slots = pool.host_nbytes // nbytes
+    return PagedKV.allocate(**shape, num_blocks=num_blocks, dtype=dtype, num_host_slots=slots)
 
 
 def _warm_up(runner: Runner) -> None:

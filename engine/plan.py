@@ -70,9 +70,15 @@ class SamplingRows:
         )
 
 
+def no_moves() -> Int32:
+    return np.zeros((0, 2), np.int32)
+
+
 @dataclass(slots=True)
 class StepPlan:
-    """What the runner executes."""
+    """What the runner executes: first the moves of whole blocks, then the tokens. Either may be
+    missing.
+    """
 
     step: int
     token_ids: Int64
@@ -86,6 +92,16 @@ class StepPlan:
     sampled: Int32
     """[num_sampled] indexes into the sequences, rising: those whose last position is sampled."""
     sampling: SamplingRows
+    swap_out: Int32 = field(default_factory=no_moves)
+    """[n, 2] (block, host slot), done first: to be kept while others use the block."""
+    swap_in: Int32 = field(default_factory=no_moves)
+    """[n, 2] (host slot, block), done next."""
+    copies: Int32 = field(default_factory=no_moves)
+    """[n, 2] (source block, target block), done last: a block that its sharers part with."""
+
+    @property
+    def has_moves(self) -> bool:
+        return bool(len(self.swap_out) or len(self.swap_in) or len(self.copies))
 
 
 @dataclass(slots=True)

@@ -10,6 +10,7 @@ import torch
 
 from kvferry.cache.paged import PagedKV
 from kvferry.engine.attention import PagedAttention
+from kvferry.engine.block_moves import move_blocks
 from kvferry.engine.kernel_attention import KernelAttention
 from kvferry.engine.kernel_sampler import KernelSampler
 from kvferry.engine.plan import LayerDone, StepPlan, StepResult
@@ -26,6 +27,7 @@ class ModelRunner:
 
     def __init__(self, decoder: Decoder, kv: PagedKV, vocab_size: int) -> None:
         self._decoder = decoder
+        self._kv = kv
         self._block_size = kv.block_size
         self._vocab_size = vocab_size
         self._device = kv.tensor.device
@@ -37,6 +39,9 @@ class ModelRunner:
         """Run one step and wait for its tokens. The KV of all rows is written, whatever their
         logits. A step without sampled rows has nothing to wait for: on a device it may still run.
         """
+        move_blocks(self._kv, plan)
+        if not len(plan.query_lens):
+            return StepResult(token_ids=np.zeros(0, dtype=np.int64))
         logits = self.logits(plan, layer_done)
         if not len(plan.sampled):
             return StepResult(token_ids=np.zeros(0, dtype=np.int64))
