@@ -127,17 +127,7 @@ class BlockPool:
 
     def reserve(self, count: int) -> list[BlockId] | None:
         """FREE -> RESERVED, evicting CACHED blocks as needed: all ``count`` blocks, or None."""
-        if count > self.num_free:
-            return None
-        while len(self._free) < count:
-            self._evict()
-        blocks = [self._free.pop() for _ in range(count)]
-        for block in blocks:
-            self._states[block] = BlockState.RESERVED
-        self._counts[BlockState.FREE] -= count
-        self._counts[BlockState.RESERVED] += count
-        self.generations[blocks] += np.uint32(1)
-        return blocks
+        return self._take(count, BlockState.RESERVED)
 
     def commit(self, blocks: Iterable[BlockId]) -> None:
         """RESERVED -> IN_USE with one reference."""
@@ -150,9 +140,9 @@ class BlockPool:
 
     def allocate(self, count: int) -> list[BlockId] | None:
         """``reserve`` and ``commit`` in one: blocks with one reference, or None."""
-        blocks = self.reserve(count)
-        if blocks is not None:
-            self.commit(blocks)
+        blocks = self._take(count, BlockState.IN_USE)
+        for block in blocks or ():
+            self._refs[block] = 1
         return blocks
 
     def publish(self, block: BlockId, block_hash: BlockHash, parent_hash: BlockHash) -> bool:
@@ -220,6 +210,24 @@ class BlockPool:
     def snapshot(self) -> list[BlockHash]:
         """All findable hashes, parents before children; undrained events are already in it."""
         return self._index.snapshot()
+
+    def _take(self, count: int, state: BlockState) -> list[BlockId] | None:
+        """FREE -> ``state``, evicting as needed: all ``count`` blocks, or None."""
+        if count > self.num_free:
+            return None
+        while len(self._free) < count:
+            self._evict()
+        split = len(self._free) - count
+        blocks = self._free[split:]
+        del self._free[split:]
+        blocks.reverse()
+        for block in blocks:
+            self._states[block] = state
+        self._counts[BlockState.FREE] -= count
+        self._counts[state] += count
+        if blocks:
+            self.generations[blocks] += np.uint32(1)
+        return blocks
 
     def _let_go(self, block: BlockId) -> None:
         if self._index.is_findable(block):

@@ -10,9 +10,12 @@ Every state may go straight to CLOSED: by cancel, deadline, lost session or fail
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+
+import numpy as np
 
 from kvferry.cache.block_pool import BlockPool
 from kvferry.cache.hashing import block_hash, chain_hashes
@@ -112,6 +115,8 @@ class Sequences:
         self.vocab_size = vocab_size
         self.by_row: dict[int, WorkerSequence] = {}
         self._live: dict[tuple[Incarnation, int], WorkerSequence] = {}
+        self._first_end_s = math.inf
+        """No live sequence ends before."""
 
     def __iter__(self) -> Iterator[WorkerSequence]:
         return iter(list(self._live.values()))
@@ -152,6 +157,7 @@ class Sequences:
             hashes=chain_hashes(self.root, spec.token_ids, self.table.block_size),
         )
         self._live[key.router, key.request] = seq
+        self._first_end_s = min(self._first_end_s, seq.ends_s)
         return seq
 
     def cached_blocks(self, seq: WorkerSequence, num_tokens: int) -> list[BlockId]:
@@ -195,7 +201,7 @@ class Sequences:
             return False
         for row, block in zip(rows, fresh, strict=True):
             self.by_row[row].blocks.append(block)
-            self.table.add_block(row, block)
+        self.table.add_blocks(np.asarray(rows, np.int64), fresh)
         return True
 
     def publish(self, seq: WorkerSequence, num_tokens: int) -> None:
@@ -235,4 +241,8 @@ class Sequences:
 
     def expired(self) -> list[WorkerSequence]:
         now = self.clock()
+        if now <= self._first_end_s:
+            return []
+        # Renewal only ever moves an end back, so that what holds now is a bound from here on.
+        self._first_end_s = min((s.ends_s for s in self._live.values()), default=math.inf)
         return [s for s in self._live.values() if now > s.ends_s]

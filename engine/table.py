@@ -96,9 +96,10 @@ class SequenceTable:
         self.blocks[row, : len(blocks)] = blocks
         self.num_blocks[row] = len(blocks)
 
-    def add_block(self, row: int, block: int) -> None:
-        self.blocks[row, self.num_blocks[row]] = block
-        self.num_blocks[row] += 1
+    def add_blocks(self, rows: Rows, blocks: Sequence[int]) -> None:
+        """One more block for each of ``rows``, which are distinct."""
+        self.blocks[rows, self.num_blocks[rows]] = blocks
+        self.num_blocks[rows] += 1
 
     def append(self, rows: Rows, token_ids: Int64) -> None:
         """One new token for each row; everything before it has been computed."""
