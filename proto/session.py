@@ -1,6 +1,6 @@
 """What both ends of a session agree on beside its messages."""
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Raised whenever the meaning of a message changes; a hello with another number is refused."""
 
 SECRET_KEY = "x-kvferry-secret"

@@ -968,7 +968,9 @@ Global___Link: _TypeAlias = Link  # noqa: Y015
 
 @_typing.final
 class Tokens(_message.Message):
-    """One step for all sequences of this router: requests[i] emitted token_ids[i]."""
+    """One step for all sequences of this router: requests[i] emitted token_ids[i]. Of fixed width, so that
+    a worker's arrays are these fields as they stand.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
