@@ -18,6 +18,7 @@
     ├── StartupError        the system cannot start; says what to do
     │   ├── ConfigError     a configuration value is wrong; names the key
     │   └── ModelLoadError  a checkpoint is incomplete or unsupported; names the file or tensor
+    ├── RankLost            a rank of a tensor-parallel worker is gone, and the worker with it
     └── ProtocolError       a peer sent something that the protocol does not allow
 
 Foreign errors (gRPC, Ray, sockets) are mapped onto this tree at the edge that meets them.
@@ -112,6 +113,10 @@ class ConfigError(StartupError):
 
 class ModelLoadError(StartupError):
     """A checkpoint is incomplete, damaged or of an unsupported kind."""
+
+
+class RankLost(KvferryError):
+    """A rank of a tensor-parallel worker is gone or out of step: the worker cannot go on."""
 
 
 class ProtocolError(KvferryError):

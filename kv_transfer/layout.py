@@ -8,36 +8,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvferry.core.dtypes import DTYPE_BYTES
+from kvferry.core.span import Span as Span
+from kvferry.core.span import share
 
 SCALE_BYTES = 4
 """float32, one per token, head and K or V, in quantised types."""
 QUANTISED_BYTES = {"float8_e4m3fn": 1, "int8": 1}
 ELEMENT_BYTES = DTYPE_BYTES | QUANTISED_BYTES
-
-
-class Span(NamedTuple):
-    """The half-open range [begin, end)."""
-
-    begin: int
-    end: int
-
-    @property
-    def length(self) -> int:
-        return self.end - self.begin
-
-    def overlaps(self, other: Span) -> bool:
-        return self.begin < other.end and other.begin < self.end
-
-    def within(self, other: Span) -> bool:
-        return other.begin <= self.begin < self.end <= other.end
-
-    def common(self, other: Span) -> Span:
-        """What both have; its length is 0 when that is nothing."""
-        begin = max(self.begin, other.begin)
-        return Span(begin, max(begin, min(self.end, other.end)))
-
-    def relative_to(self, origin: int) -> Span:
-        return Span(self.begin - origin, self.end - origin)
 
 
 class Shard(NamedTuple):
@@ -96,7 +73,7 @@ class KvLayout:
             raise ValueError(f"rank {rank} of {self.num_ranks}")
         stage, part = divmod(rank, self.tp)
         return Shard(
-            _share(self.num_layers, stage, self.pp), _share(self.num_kv_heads, part, self.tp)
+            share(self.num_layers, stage, self.pp), share(self.num_kv_heads, part, self.tp)
         )
 
     @property
@@ -123,11 +100,3 @@ class KvLayout:
     def block_bytes(self) -> int:
         """One block in all layers and heads."""
         return self.block_size * self.token_bytes
-
-
-def _share(count: int, part: int, parts: int) -> Span:
-    """Part of [0, count): sizes differ by one at most; with more parts than things, neighbours
-    share one.
-    """
-    begin = part * count // parts
-    return Span(begin, max(begin + 1, (part + 1) * count // parts))

@@ -59,6 +59,20 @@ Attend = Callable[[int, Heads], Tensor]
 Rotation = tuple[Tensor, Tensor]
 
 
+class Embedding(nn.Module):
+    """Rows of a table."""
+
+    def __init__(self, ops: Ops, vocab_size: int, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, size))
+        self.ops = ops
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """token_ids [T] int64 -> [T, size]."""
+        rows: Tensor = self.ops.embedding(token_ids, self.weight)
+        return rows
+
+
 class Linear(nn.Linear):
     """y = x W^T + b through the table's product."""
 
@@ -160,10 +174,7 @@ class Trunk(nn.Module):
 
     def __init__(self, spec: ModelSpec, ops: Ops) -> None:
         super().__init__()
-        # Given its weight, an embedding skips the random start that it would run even on meta.
-        self.embed_tokens = nn.Embedding.from_pretrained(
-            torch.empty(spec.vocab_size, spec.hidden_size)
-        )
+        self.embed_tokens = Embedding(ops, spec.vocab_size, spec.hidden_size)
         self.layers = nn.ModuleList(Layer(spec, i, ops) for i in range(spec.num_layers))
         self.norm = RMSNorm(ops, spec.hidden_size, spec.rms_norm_eps)
 
@@ -188,7 +199,7 @@ class Decoder(nn.Module):
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """token_ids [T] int64, positions [T] int64 -> hidden [T, C], after the last norm."""
-        x, residual = self.ops.embedding(token_ids, self.model.embed_tokens.weight), None
+        x, residual = self.model.embed_tokens(token_ids), None
         rotation = self.rotary(positions, x.dtype)
         for layer in self.model.layers:
             x, residual = layer(x, residual, rotation, attend)
