@@ -76,7 +76,7 @@ class BlockPool:
         self.prefix_cache = prefix_cache
         self.generations: NDArray[np.uint32] = np.zeros(num_blocks, dtype=np.uint32)
         """Raised at every allocation; leases record it, and pack and scatter compare it."""
-        self._index = PrefixIndex()
+        self._index = PrefixIndex(num_blocks)
         self._states = [BlockState.FREE] * num_blocks
         self._refs = [0] * num_blocks
         self._pins = [0] * num_blocks
@@ -193,6 +193,16 @@ class BlockPool:
                 self._set_free(block)
             elif self._states[block] is BlockState.CACHED:
                 self._index.offer(block)
+
+    def num_sole(self, blocks: Iterable[BlockId]) -> int:
+        """How many of these have one holder alone: what ``release(blocks)`` makes available."""
+        return sum(self._refs[block] == 1 for block in blocks)
+
+    def num_fenced_by(self, fence: Hashable) -> int:
+        """Blocks without holders that this fence pins: what ``lift`` makes available, unless
+        another fence pins them too.
+        """
+        return sum(not self._refs[block] for block in set(self._fences.get(fence, ())))
 
     def is_fenced(self, fence: Hashable) -> bool:
         """Whether this fence pins any block."""

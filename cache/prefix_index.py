@@ -1,8 +1,9 @@
 """Which blocks are findable, under which hash, and which of them to give up first.
 
-    hash -> Entry(block, parent, copies)    the map that a request's own hashes are walked along
-    parent -> number of findable children   leaf first: only blocks without any are given up
-    evictable                               cached blocks that nothing holds, longest unused first
+    hash -> Entry(block, parent, children, copies)   what a request's own hashes are walked along
+    block -> Entry                                   of blocks whose content is known, copies too
+    evictable                                        cached blocks that nothing holds, longest
+                                                     unused first; only leaves are given up
 
 NOTE on order. Whoever uses a block also uses its parents, and releases them together, deeper blocks
 first. So in order of release a child always stands before its parent, and plain LRU is leaf first.
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvferry.core.ids import BlockHash, BlockId
 
@@ -31,20 +32,24 @@ class CacheEvents:
     removed: list[BlockHash]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Entry:
     block: BlockId
-    parent: BlockHash
-    copies: list[BlockId] = field(default_factory=list)
+    block_hash: BlockHash
+    parent: _Entry | None
+    """None at the root."""
+    num_children: int = 0
+    """Findable ones."""
+    copies: tuple[BlockId, ...] = ()
+    """Oldest first."""
 
 
 class PrefixIndex:
     """The findable blocks of one pool. Blocks of one chain must be added parents first."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_blocks: int) -> None:
         self._entries: dict[BlockHash, _Entry] = {}
-        self._hash_of: dict[BlockId, BlockHash] = {}
-        self._children: dict[BlockHash, int] = {}
+        self._entry_of: list[_Entry | None] = [None] * num_blocks
         # Keeps the order, removes anywhere, and finds the first in constant time; a plain dict
         # would walk over all that left its front before.
         self._evictable: OrderedDict[BlockId, None] = OrderedDict()
@@ -70,21 +75,24 @@ class PrefixIndex:
 
     def hash_of(self, block: BlockId) -> BlockHash | None:
         """Hash of the content of a block, be it findable or a copy."""
-        return self._hash_of.get(block)
+        entry = self._entry_of[block]
+        return None if entry is None else entry.block_hash
 
     def is_findable(self, block: BlockId) -> bool:
-        block_hash = self._hash_of.get(block)
-        return block_hash is not None and self._entries[block_hash].block == block
+        entry = self._entry_of[block]
+        return entry is not None and entry.block == block
 
-    def add(self, block: BlockId, block_hash: BlockHash, parent: BlockHash) -> bool:
+    def add(self, block: BlockId, block_hash: BlockHash, parent_hash: BlockHash) -> bool:
         """Make a block findable; False when the hash is taken, which leaves it an unnamed copy."""
-        self._hash_of[block] = block_hash
         entry = self._entries.get(block_hash)
         if entry is not None:
-            entry.copies.append(block)
+            self._entry_of[block] = entry
+            entry.copies = (*entry.copies, block)
             return False
-        self._entries[block_hash] = _Entry(block, parent)
-        self._children[parent] = self._children.get(parent, 0) + 1
+        parent = self._entries.get(parent_hash)
+        if parent is not None:
+            parent.num_children += 1
+        self._entries[block_hash] = self._entry_of[block] = _Entry(block, block_hash, parent)
         _record(block_hash, self._added, self._removed)
         return True
 
@@ -101,11 +109,12 @@ class PrefixIndex:
 
     def forget_copy(self, block: BlockId) -> None:
         """A copy leaves; its content was just used, so the findable block counts as used now."""
-        entry = self._entries[self._hash_of.pop(block)]
-        entry.copies.remove(block)
+        entry = self._entry_of[block]
+        assert entry is not None, "a block of unknown content is no copy"
+        self._entry_of[block] = None
+        entry.copies = tuple(copy for copy in entry.copies if copy != block)
         if entry.block in self._evictable:
-            del self._evictable[entry.block]
-            self._evictable[entry.block] = None
+            self._evictable.move_to_end(entry.block)
 
     def evict(self) -> tuple[BlockId, BlockId | None]:
         """Give up the longest unused leaf: (that block, the copy that takes over its hash or None).
@@ -113,23 +122,23 @@ class PrefixIndex:
         Raises LookupError when no block can be given up.
         """
         for block in self._evictable:
-            entry = self._entries[self._hash_of[block]]
-            if entry.copies or not self._children.get(self._hash_of[block]):
-                return block, self._give_up(block, entry)
+            entry = self._entry_of[block]
+            assert entry is not None, "only findable blocks are offered"
+            if entry.copies or not entry.num_children:
+                return block, self._give_up(entry)
         raise LookupError("no evictable block without findable children")
 
-    def _give_up(self, block: BlockId, entry: _Entry) -> BlockId | None:
-        del self._evictable[block]
-        block_hash = self._hash_of.pop(block)
+    def _give_up(self, entry: _Entry) -> BlockId | None:
+        del self._evictable[entry.block]
+        self._entry_of[entry.block] = None
         if entry.copies:
-            entry.block = entry.copies.pop(0)
+            entry.block, *rest = entry.copies
+            entry.copies = tuple(rest)
             return entry.block
-        del self._entries[block_hash]
-        if self._children[entry.parent] == 1:
-            del self._children[entry.parent]
-        else:
-            self._children[entry.parent] -= 1
-        _record(block_hash, self._removed, self._added)
+        del self._entries[entry.block_hash]
+        if entry.parent is not None:
+            entry.parent.num_children -= 1
+        _record(entry.block_hash, self._removed, self._added)
         return None
 
     def drain_events(self) -> CacheEvents:
