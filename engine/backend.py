@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from kvferry.cache.hashing import root_hash
 from kvferry.cache.paged import PagedKV
 from kvferry.core.ids import BlockHash
+from kvferry.engine.in_flight import Launcher
 from kvferry.engine.plan import Runner
+from kvferry.engine.rank_group import RankGroup
+from kvferry.engine.rank_messages import Order
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,3 +41,20 @@ class Backend:
     identity: ModelIdentity
     vocab_size: int = 2**31 - 1
     """Token ids that the model knows are below it."""
+    launcher: Launcher | None = None
+    """The runner again, where its steps run on a device behind the host."""
+    num_kv_heads: int | None = None
+    """Of the whole model, where ``kv`` holds one rank's."""
+    group: RankGroup | None = None
+    """The other ranks, where there are any: ``kv`` is rank 0's part."""
+    rank_endpoints: tuple[tuple[str, ...], ...] = ()
+    """Where the ranks from 1 on receive KV."""
+
+    @property
+    def tp(self) -> int:
+        return self.group.size if self.group is not None else 1
+
+    def order(self, payload: bytes) -> None:
+        """To the KV planes of the other ranks. Raises RankLost."""
+        if self.group is not None:
+            self.group.send(Order(payload))

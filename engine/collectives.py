@@ -7,6 +7,7 @@ bandwidth, it is done only where determinism is asked for.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -18,6 +19,8 @@ from torch import Tensor
 from kvferry.core.errors import RankLost
 
 T = TypeVar("T")
+_ABORT = timedelta(milliseconds=1)
+_ABORT_TAG = 1 << 20
 
 
 class TorchCollectives:
@@ -28,6 +31,7 @@ class TorchCollectives:
 
     def __init__(self, group: Any, rank: int, size: int, *, in_rank_order: bool = True) -> None:
         """``group``: a torch.distributed ProcessGroup. ``in_rank_order``: how sums are made."""
+        self._is_gloo = isinstance(group, dist.ProcessGroupGloo)
         self.rank = rank
         self.size = size
         self._group = group
@@ -56,6 +60,16 @@ class TorchCollectives:
         if self.rank:
             return x[:, :0]
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], 1)
+
+    def abort(self) -> None:
+        """End what is under way, here and on the other ranks. Any thread may call it; idempotent."""
+        if not self._is_gloo:
+            self._group.abort()
+            return
+        for peer in set(range(self.size)) - {self.rank}:
+            # Gloo has no abort; but a wait that times out closes the connection under all others.
+            with contextlib.suppress(RuntimeError):
+                self._group.recv([torch.empty(1)], peer, _ABORT_TAG).wait(_ABORT)
 
     def _all(self, x: Tensor) -> list[Tensor]:
         """Every rank's ``x``; valid until the next call."""

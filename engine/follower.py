@@ -7,8 +7,10 @@ rank 0 notices that the connection ended, and the worker is started anew.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
+from collections.abc import Callable
 from typing import Protocol
 
 from kvferry.core.errors import ProtocolError, RankLost
@@ -17,6 +19,7 @@ from kvferry.engine.plan import LayerDone, Runner
 from kvferry.engine.rank_channel import dial_rank_0
 from kvferry.engine.rank_messages import (
     Event,
+    Fault,
     Join,
     Order,
     Ready,
@@ -52,6 +55,8 @@ class Follower:
         if not isinstance(welcome, Welcome):
             raise ProtocolError("between ranks: Welcome comes first")
         self.incarnation = Incarnation(welcome.incarnation)
+        self.abort: Callable[[], None] = lambda: None
+        """Ends what the ranks do together: this one may be waiting for rank 0, which is gone."""
         self._steps: queue.SimpleQueue[Step | RankLost | Exception | None] = queue.SimpleQueue()
 
     @property
@@ -77,9 +82,17 @@ class Follower:
                     raise message
                 plan = plan_of(message)
                 runner.execute(plan, orders.layer_listener(plan.step))
+        except Exception as error:
+            self.fail(error)
+            raise
         finally:
             self._channel.close()
             reader.join()
+
+    def fail(self, error: Exception) -> None:
+        """Tell rank 0 why this rank ends."""
+        with contextlib.suppress(RankLost):  # it is gone itself
+            self._channel.send(Fault(f"{type(error).__name__}: {error}"))
 
     def close(self) -> None:
         """End the connection, and with it ``run``."""
@@ -98,4 +111,5 @@ class Follower:
                     case message:
                         raise ProtocolError(f"between ranks: unexpected {type(message).__name__}")
         except Exception as error:  # raised on the other thread
+            self.abort()
             self._steps.put(error)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +15,15 @@ from kvferry.core.config import ModelConfig, PoolConfig
 from kvferry.core.errors import ConfigError
 from kvferry.core.units import format_bytes
 from kvferry.engine.backend import Backend, ModelIdentity
+from kvferry.engine.collectives import gloo_collectives
+from kvferry.engine.parallel_runner import ParallelRunner
 from kvferry.engine.plan import Runner, SamplingRows, StepPlan
+from kvferry.engine.rank_group import OPERATION_S, RankGroup
 from kvferry.engine.runner import ModelRunner
 from kvferry.models.identity import tokenizer_digest, weights_digest
 from kvferry.models.load import load_model
+from kvferry.models.parallel import Collectives, parallelise
+from kvferry.models.shard import ModelShard, shard_of
 from kvferry.models.spec import ModelSpec, read_spec
 
 
@@ -28,33 +35,83 @@ def load_backend(
     Raises ModelLoadError for the checkpoint, ConfigError when the cache cannot hold one sequence
     of the context limit.
     """
+    backend = load_part(folder, vocab_size, model, pool, pool_name)
+    _warm_up(backend.runner)
+    return backend
+
+
+def load_group(
+    folder: Path,
+    vocab_size: int,
+    model: ModelConfig,
+    pool: PoolConfig,
+    pool_name: str,
+    group: RankGroup,
+    timeout_s: float,
+) -> Backend:
+    """The same on rank 0 of a group, whose other ranks load theirs meanwhile. Raises RankLost too,
+    when one has not come and loaded within ``timeout_s``.
+    """
+    group.join_all(timeout_s)
+    ranks = gloo_collectives(group.store, 0, group.size, OPERATION_S)
+    group.abort = ranks.abort
+    part = load_part(folder, vocab_size, model, pool, pool_name, ranks)
+    endpoints = group.wait_ready(timeout_s)
+    runner = ParallelRunner(part.runner, group)
+    _warm_up(runner)
+    return replace(part, runner=runner, group=group, rank_endpoints=tuple(endpoints))
+
+
+def load_part(
+    folder: Path,
+    vocab_size: int,
+    model: ModelConfig,
+    pool: PoolConfig,
+    pool_name: str,
+    ranks: Collectives | None = None,
+) -> Backend:
+    """One rank's part, which has run nothing yet; without ``ranks`` all of it. Raises as
+    ``load_backend`` does, and ConfigError for more ranks than can share the model.
+    """
     torch.set_num_threads(pool.threads)
     spec = read_spec(folder, model.max_model_len)
-    kv = allocate_kv(spec, getattr(torch, pool.cache_dtype(model)), pool, pool_name)
-    runner = ModelRunner(
-        load_model(folder, getattr(torch, model.dtype), model.max_model_len), kv, vocab_size
-    )
-    _warm_up(runner)
+    rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
+    shards = [shard_of(spec, r, size, f"{pool_name}.tp") for r in range(size)]
+    decoder = load_model(folder, getattr(torch, model.dtype), model.max_model_len)
+    if ranks is not None:
+        parallelise(decoder, ranks)
+    kv = allocate_kv(spec, getattr(torch, pool.cache_dtype(model)), pool, pool_name, shards, rank)
     digests = weights_digest(folder), tokenizer_digest(folder)
     return Backend(
-        runner=runner,
+        runner=ModelRunner(decoder, kv, vocab_size, samples=rank == 0),
         kv=kv,
         max_model_len=spec.max_model_len,
         eos_token_ids=spec.eos_token_ids,
         identity=ModelIdentity(SCHEME_VERSION, *digests, model.dtype),
         vocab_size=spec.vocab_size,
+        num_kv_heads=spec.num_kv_heads,
     )
 
 
-def allocate_kv(spec: ModelSpec, dtype: torch.dtype, pool: PoolConfig, pool_name: str) -> PagedKV:
-    """As many blocks as the pool's memory holds. Raises ConfigError with the arithmetic."""
+def allocate_kv(
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    pool: PoolConfig,
+    pool_name: str,
+    shards: Sequence[ModelShard],
+    rank: int = 0,
+) -> PagedKV:
+    """As many blocks as the pool's memory holds on the rank with the most heads: all ranks number
+    them alike. Raises ConfigError with the arithmetic.
+    """
     shape = {
         "num_layers": spec.num_layers,
-        "num_kv_heads": spec.num_kv_heads,
+        "num_kv_heads": shards[rank].kv_heads.length,
         "head_dim": spec.head_dim,
         "block_size": pool.block_size,
     }
-    nbytes = block_nbytes(**shape, dtype=dtype)
+    most = {**shape, "num_kv_heads": max(shard.kv_heads.length for shard in shards)}
+    nbytes = block_nbytes(**most, dtype=dtype)
     key = f"{pool_name}.kv_memory"
     room = pool.kv_memory // nbytes
     needed = -(-spec.max_model_len // pool.block_size)

@@ -23,4 +23,5 @@ class ParallelRunner:
         try:
             return self._part.execute(plan, layer_done)
         except Exception as error:
-            raise RankLost(f"step {plan.step} failed on rank 0: {error}") from error
+            why = self._group.why_lost or f"rank 0: step {plan.step} failed: {error}"
+            raise RankLost(why) from error

@@ -18,6 +18,7 @@ from kvferry.core.ids import Incarnation, new_incarnation
 from kvferry.engine.rank_channel import RankChannel, RankListener
 from kvferry.engine.rank_messages import (
     Event,
+    Fault,
     Get,
     Join,
     Message,
@@ -48,12 +49,15 @@ class RankGroup:
         """(rank, payload): what a rank's KV plane says. Called on that rank's thread."""
         self.on_lost: Callable[[str], None] = lambda why: None
         """Called once, on some thread, when a rank is gone before ``close``."""
+        self.abort: Callable[[], None] = lambda: None
+        """Ends what the ranks do together: rank 0 may be waiting for one that is gone."""
         self._listener = RankListener(secret, OPERATION_S)
         self._channels: dict[int, RankChannel] = {}
         self._threads: list[threading.Thread] = []
         self._ready: queue.SimpleQueue[tuple[int, Ready | RankLost]] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._why_lost: str | None = None
+        self.why_lost: str | None = None
+        """Once a rank is gone."""
         self._is_closing = False
 
     @property
@@ -95,8 +99,8 @@ class RankGroup:
     def send(self, message: Message) -> None:
         """To all other ranks. Raises RankLost."""
         frame = encode(message)
-        if self._why_lost is not None:
-            raise RankLost(self._why_lost)
+        if self.why_lost is not None:
+            raise RankLost(self.why_lost)
         for channel in self._channels.values():
             channel.send_encoded(frame)
 
@@ -138,14 +142,17 @@ class RankGroup:
                 self._ready.put((rank, message))
             case Event(payload):
                 self.on_event(rank, payload)
+            case Fault(reason):
+                raise RankLost(reason)
             case _:
                 raise ProtocolError(f"between ranks: {type(message).__name__} is rank 0's to say")
 
     def _lose(self, rank: int, why: str) -> None:
         with self._lock:
-            if self._is_closing or self._why_lost is not None:
+            if self._is_closing or self.why_lost is not None:
                 return
-            self._why_lost = why
+            self.why_lost = why
+        self.abort()
         self._ready.put((rank, RankLost(why)))
         self.on_lost(why)
 

@@ -72,11 +72,17 @@ class Event(Message, frozen=True):
     payload: bytes
 
 
+class Fault(Message, frozen=True):
+    """A rank ends, and why. The last message it sends."""
+
+    reason: str
+
+
 class Stop(Message, frozen=True):
     """The worker ends."""
 
 
-AnyMessage = Join | Welcome | Put | Get | Value | Ready | Step | Order | Event | Stop
+AnyMessage = Join | Welcome | Put | Get | Value | Ready | Step | Order | Event | Fault | Stop
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
 
@@ -104,7 +110,7 @@ def step_message(plan: StepPlan) -> Step:
 def plan_of(message: Step) -> StepPlan:
     """The plan with sampling that nobody reads."""
     arrays: dict[str, Any] = {
-        name: np.frombuffer(data, dtype).reshape(shape)
+        name: np.frombuffer(data, dtype).reshape(shape).copy()  # torch takes none that is read-only
         for name, (dtype, shape, data) in message.arrays.items()
     }
     sampling = SamplingRows.greedy(len(arrays["sampled"]))

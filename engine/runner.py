@@ -11,6 +11,7 @@ import torch
 from kvferry.cache.paged import PagedKV
 from kvferry.engine.attention import PagedAttention
 from kvferry.engine.block_moves import move_blocks
+from kvferry.engine.cpu_attention import compiled_attention
 from kvferry.engine.kernel_attention import KernelAttention
 from kvferry.engine.kernel_sampler import KernelSampler
 from kvferry.engine.plan import LayerDone, StepPlan, StepResult
@@ -25,14 +26,18 @@ class ModelRunner:
     it is sampled.
     """
 
-    def __init__(self, decoder: Decoder, kv: PagedKV, vocab_size: int) -> None:
+    def __init__(
+        self, decoder: Decoder, kv: PagedKV, vocab_size: int, *, samples: bool = True
+    ) -> None:
+        """``samples``: false on ranks that get no logits."""
+        self._samples = samples
         self._decoder = decoder
         self._kv = kv
         self._block_size = kv.block_size
         self._vocab_size = vocab_size
         self._device = kv.tensor.device
         self._attention = attention_for(decoder, kv)
-        self._sample = sample if decoder.backend is Backend.TORCH else KernelSampler(decoder.ops)
+        self._sample = KernelSampler(decoder.ops) if decoder.backend.is_triton else sample
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan, layer_done: LayerDone | None = None) -> StepResult:
@@ -43,7 +48,7 @@ class ModelRunner:
         if not len(plan.query_lens):
             return StepResult(token_ids=np.zeros(0, dtype=np.int64))
         logits = self.logits(plan, layer_done)
-        if not len(plan.sampled):
+        if not (len(plan.sampled) and self._samples):
             return StepResult(token_ids=np.zeros(0, dtype=np.int64))
         return self._sample(logits, plan.sampling, self._vocab_size)
 
@@ -80,7 +85,11 @@ def attention_for(decoder: Decoder, kv: PagedKV) -> Callable[[StepTensors], Atte
     """What makes the decoder's callback for a step, by the backend of its ops. Raises ValueError
     for a quantised cache without kernels: its scales would be lost without a word.
     """
-    if decoder.backend is Backend.TORCH:
+    if decoder.backend is Backend.CPU:
+        compiled = compiled_attention(kv, decoder.spec.num_heads, decoder.dtype)
+        if compiled is not None:
+            return compiled
+    if not decoder.backend.is_triton:
         if kv.scales is not None:
             raise ValueError(f"kv: attention in plain torch reads no cache of {kv.dtype}")
         return partial(PagedAttention, kv)

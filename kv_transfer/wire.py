@@ -117,27 +117,31 @@ def failure_text(event: SendEvent | ReceiveEvent) -> str:
     return "it was given up here"
 
 
-def send_job(
+def send_jobs(
     key: AttemptKey, target: pb.Target, token_ids: Sequence[int], blocks: BlockTable
-) -> SendJob:
-    """The KV that a target lacks of a prompt, to its rank 0.
+) -> list[SendJob]:
+    """The KV that a target lacks of a prompt, to each of its ranks.
 
     Raises ProtocolError for a layout that cannot be.
     """
     layout = layout_from_message(target.layout)
     root = BlockHash(target.root_hash)
     full = chain_hashes(root, token_ids, layout.block_size)
-    return SendJob(
-        key=key,
-        peer=Incarnation(target.peer),
-        endpoints=endpoints_of(target.endpoints, rank=0),
-        lease=LeaseId(target.lease),
-        target=layout,
-        wire=target.wire,
-        tokens=Span(target.cached_tokens, len(token_ids)),
-        blocks=blocks,
-        chain_hash=full[-1] if full else root,
-    )
+    return [
+        SendJob(
+            key=key,
+            peer=Incarnation(target.peer),
+            endpoints=endpoints_of(target.endpoints, rank),
+            lease=LeaseId(target.lease),
+            target=layout,
+            target_rank=rank,
+            wire=target.wire,
+            tokens=Span(target.cached_tokens, len(token_ids)),
+            blocks=blocks,
+            chain_hash=full[-1] if full else root,
+        )
+        for rank in range(layout.num_ranks)
+    ]
 
 
 def block_table(pool: BlockPool, blocks: Sequence[BlockId]) -> BlockTable:
@@ -146,14 +150,17 @@ def block_table(pool: BlockPool, blocks: Sequence[BlockId]) -> BlockTable:
     return BlockTable(block_ids=block_ids, generations=pool.generations[block_ids])
 
 
-def layout_of(kv: PagedKV) -> KvLayout:
-    """The layout of a paged cache."""
+def layout_of(kv: PagedKV, num_kv_heads: int | None = None, tp: int = 1) -> KvLayout:
+    """The layout of the paged cache of a worker, of which ``kv`` is one of ``tp`` ranks' part and
+    ``num_kv_heads`` are all its heads; default: those of ``kv``.
+    """
     return KvLayout(
         num_layers=kv.num_layers,
-        num_kv_heads=kv.num_kv_heads,
+        num_kv_heads=num_kv_heads or kv.num_kv_heads,
         head_dim=kv.head_dim,
         block_size=kv.block_size,
         dtype=str(kv.dtype).removeprefix("torch."),
+        tp=tp,
     )
 
 

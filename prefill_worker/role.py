@@ -19,6 +19,7 @@ word.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Protocol
 
 from kvferry.core.errors import ProtocolError, TransferFailed
@@ -29,6 +30,7 @@ from kvferry.engine.plan import LayerDone, StepPlan, StepResult
 from kvferry.engine.ports import RouterPort, key_message, send_failed
 from kvferry.engine.sequences import Sequences, State, WorkerSequence
 from kvferry.engine.specs import spec_fault
+from kvferry.kv_transfer.group.orders import Chunk
 from kvferry.kv_transfer.jobs import SendAborted, SendDone, SendFailed, SendJob
 from kvferry.kv_transfer.layout import KvLayout
 from kvferry.kv_transfer.peer_book import PeerBook, Probe
@@ -41,7 +43,7 @@ from kvferry.kv_transfer.wire import (
     endpoints_of,
     failure_text,
     layout_from_message,
-    send_job,
+    send_jobs,
 )
 from kvferry.prefill_worker.admission import PromptAdmission
 from kvferry.prefill_worker.batch import PrefillBatch
@@ -49,17 +51,19 @@ from kvferry.proto import worker_pb2 as pb
 
 
 class Sender(Protocol):
-    """The sending half of the KV plane; ``kv_transfer.sender.KvSender`` is the real one."""
+    """The sending half of the KV plane; ``kv_transfer.group.sender`` has the real one."""
 
-    def begin(self, job: SendJob) -> None:
-        """Blocks are held; what of them is computed follows."""
+    def begin(self, jobs: Sequence[SendJob]) -> None:
+        """Blocks are held; what of them is computed follows. One job per rank of the receiver."""
         ...
 
-    def computed(
-        self, key: AttemptKey, layers_end: int, tokens_end: int, after: object = None
-    ) -> None:
-        """Tokens before ``tokens_end`` are in the cache in layers before ``layers_end``, once the
-        device's event ``after`` has passed. Legal after the end.
+    def follow(self, step: int, chunks: Sequence[Chunk]) -> LayerDone:
+        """Who has to hear of the layers of a step, for it to send these chunks as they are done."""
+        ...
+
+    def computed(self, key: AttemptKey, layers_end: int, tokens_end: int) -> None:
+        """Tokens before ``tokens_end`` are in the cache in layers before ``layers_end``. Legal
+        after the end.
         """
         ...
 
@@ -68,6 +72,9 @@ class Sender(Protocol):
 
 class PrefillRole:
     """State of all prompts on one prefill worker. Lives on the step loop's thread."""
+
+    apart: frozenset[str] = frozenset()
+    """None: whether there is room for one more prompt depends on what the running step computes."""
 
     def __init__(
         self,
@@ -88,10 +95,8 @@ class PrefillRole:
         self._sender = sender
         self._layout = layout
         self._peers = PeerBook(probe)
-        self._begun: list[WorkerSequence] = []
-        """Prompts whose first chunk the step planned last is, where KV of them goes out."""
-        self._pushed: list[tuple[WorkerSequence, int]] = []
-        """Those of all its chunks, and the tokens computed when it is done."""
+        self._chunks: list[Chunk] = []
+        """Of the step planned last, those whose KV goes out."""
 
     def receive(self, port: RouterPort, message: pb.RouterMessage) -> None:
         kind = message.WhichOneof("kind")
@@ -130,18 +135,16 @@ class PrefillRole:
             return None
         ends = (plan.context_lens + plan.query_lens).tolist()
         chunks = zip(self._batch.planned.seqs, ends, strict=True)
-        going = [(seq, end) for seq, end in chunks if _goes_out(seq)]
-        self._begun = [seq for seq, _ in going if not (seq.sending or seq.sent)]
-        for seq in self._begun:
-            assert seq.target is not None
-            blocks = block_table(self.sequences.pool, seq.blocks)
-            self._sender.begin(send_job(seq.key, seq.target, seq.spec.token_ids, blocks))
-            seq.sending = True
-        self._pushed = [(seq, end) for seq, end in going if seq.sending]
+        going = [(seq, end, self._begin_sending(seq)) for seq, end in chunks if _goes_out(seq)]
+        self._chunks = [Chunk(seq.key, end, cached) for seq, end, cached in going if seq.sending]
         return plan
 
     def layer_listener(self) -> LayerDone | None:
-        return self._layer_done if self._pushed else None
+        return (
+            self._sender.follow(self._batch.planned.plan.step, self._chunks)
+            if self._chunks
+            else None
+        )
 
     def commit(self, result: StepResult) -> None:
         for first in self._batch.commit(result):
@@ -201,17 +204,15 @@ class PrefillRole:
         self._batch.prompts.append(seq)
         return True
 
-    def _layer_done(self, layers: int, event: object) -> None:
-        """Called while a step runs, on its thread."""
-        if layers:
-            for seq, end in self._pushed:
-                self._sender.computed(seq.key, layers, end, event)
-            return
-        for seq in self._begun:
-            # What was cached here is there already, in all layers.
-            if seq.target is not None and seq.cached_tokens > seq.target.cached_tokens:
-                num_layers = self._layout.num_layers
-                self._sender.computed(seq.key, num_layers, seq.cached_tokens, event)
+    def _begin_sending(self, seq: WorkerSequence) -> int:
+        """With its first chunk. The tokens of it that were there before and are to be sent."""
+        if seq.sending or seq.sent is not None:
+            return 0
+        assert seq.target is not None
+        blocks = block_table(self.sequences.pool, seq.blocks)
+        self._sender.begin(send_jobs(seq.key, seq.target, seq.spec.token_ids, blocks))
+        seq.sending = True
+        return seq.cached_tokens if seq.cached_tokens > seq.target.cached_tokens else 0
 
     def _hand_over(self, first: FirstToken) -> None:
         seq = first.seq
@@ -251,12 +252,13 @@ def _target_fault(prefill: pb.Prefill, source: KvLayout) -> str | None:
     target, length = prefill.target, len(prefill.sequence.token_ids)
     if target.cached_tokens > length:
         return f"target: {target.cached_tokens} tokens are cached, the sequence has {length}"
-    if not endpoints_of(target.endpoints, rank=0):
-        return "target: it has no endpoint"
     if not target.wire:
         return "target: it names no element type"
     try:
         layout = layout_from_message(target.layout)
+        for rank in range(layout.num_ranks):
+            if not endpoints_of(target.endpoints, rank):
+                return f"target: its rank {rank} has no endpoint"
         check_compatible(source, layout)
         wire_dtype(source, layout, target.wire)
     except (ProtocolError, TransferFailed) as error:

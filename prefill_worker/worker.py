@@ -16,13 +16,13 @@ from kvferry.engine.ports import Gate, OpenGate
 from kvferry.engine.session import SessionServer
 from kvferry.engine.wiring import build_parts, session_settings, worker_hello
 from kvferry.kv_transfer.endpoints import connect as connect_any
-from kvferry.kv_transfer.pool_memory import pool_memory
-from kvferry.kv_transfer.push import Push
-from kvferry.kv_transfer.sender import KvSender
+from kvferry.kv_transfer.group.ranks import Ranks
+from kvferry.kv_transfer.group.sender import GroupSender
 from kvferry.kv_transfer.transport import Connect
-from kvferry.kv_transfer.wire import layout_message, layout_of, link_choices, link_options
+from kvferry.kv_transfer.wire import layout_message, layout_of
 from kvferry.prefill_worker.admission import PromptAdmission
 from kvferry.prefill_worker.batch import PrefillBatch
+from kvferry.prefill_worker.rank import sender_of
 from kvferry.prefill_worker.role import PrefillRole
 
 
@@ -42,23 +42,28 @@ class PrefillWorker:
         connect: Connect = connect_any,
     ) -> None:
         pool = config.prefill
-        layout = layout_of(backend.kv)
+        layout = layout_of(backend.kv, backend.num_kv_heads, backend.tp)
         root = backend.identity.root(kv_flavour(layout.dtype, layout.dtype))
         parts = build_parts(backend, pool, root, config.transfer.lease_s, clock)
         self.hello = worker_hello(worker_id, "prefill", backend, pool, root)
         self.hello.layout.CopyFrom(layout_message(layout))
         incarnation = Incarnation(self.hello.incarnation)
-        memory = pool_memory(backend.kv, layout, parts.pool.generations)
-        options = link_options(config, secret, incarnation)
-        self.sender = KvSender(
-            memory,
-            options,
+        live = parts.pool.generations
+        self.sender = GroupSender(
+            sender_of(
+                config,
+                backend,
+                layout,
+                secret,
+                incarnation,
+                live,
+                clock=clock,
+                connect=connect,
+                on_probed=lambda probed: self.loop.post(lambda: self.role.probed(probed)),
+            ),
+            Ranks(backend.tp - 1, backend.order, live),
             lambda event: self.loop.post(event),
-            connect,
-            clock,
-            Push(config.transfer.push),
-            link_choices(config),
-            lambda probed: self.loop.post(lambda: self.role.probed(probed)),
+            layout.num_layers,
         )
         batch = PrefillBatch(
             parts.sequences,
@@ -75,7 +80,11 @@ class PrefillWorker:
         )
         probe = self.sender.probe if config.transfer.probe else None
         self.role = PrefillRole(parts.sequences, admission, batch, self.sender, layout, probe)
-        self.loop = StepLoop(self.role, backend.runner, clock)
+        self.loop = StepLoop(self.role, backend.runner, clock, launcher=backend.launcher)
+        self._group = backend.group
+        if self._group is not None:
+            self._group.on_event = lambda rank, payload: self.sender.answered(payload)
+            self._group.on_lost = self.loop.break_down
         server = SessionServer(self.loop, self.hello, session_settings(config, pool, secret))
         self.host = WorkerHost(self.loop, server, worker_id)
 
@@ -92,5 +101,7 @@ class PrefillWorker:
         await asyncio.to_thread(self.close_kv)
 
     def close_kv(self) -> None:
-        """End all transfers and links."""
+        """End all transfers and links, and the other ranks."""
         self.sender.close()
+        if self._group is not None:
+            self._group.close()

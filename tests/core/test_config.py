@@ -79,7 +79,6 @@ def test_an_empty_file_means_defaults(tmp_path: Path) -> None:
         ),
         ({"transfer": {"transport": "cuda_ipc"}}, "transfer.transport", "between GPUs"),
         ({"prefill": {"workers": 0}}, "prefill.workers", "decode.role: both"),
-        ({"decode": {"tp": 2}}, "decode.tp", "only 1"),
         ({"cluster": {"silence_s": 2.0}}, "cluster.silence_s", "twice"),
         ({"cluster": {"device": "cuda"}}, "cluster.device", "set cpu"),
         ({"transfer": {"slab": "1GiB"}}, "transfer.slab", "staging"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from local_system import fake_backend, local_config
@@ -13,6 +13,8 @@ from kvferry.engine.loop import StepLoop
 from kvferry.engine.plan import LayerDone, StepPlan, StepResult
 from kvferry.engine.ports import FromRouter, OpenGate, SessionOpened
 from kvferry.engine.wiring import build_parts
+from kvferry.kv_transfer.group.orders import Chunk
+from kvferry.kv_transfer.group.sender import layer_listener
 from kvferry.kv_transfer.jobs import (
     SendAborted,
     SendDone,
@@ -37,10 +39,14 @@ class NotingSender:
         self.reports: dict[AttemptKey, list[tuple[int, int]]] = {}
         self.aborted: list[AttemptKey] = []
 
-    def begin(self, job: SendJob) -> None:
+    def begin(self, jobs: Sequence[SendJob]) -> None:
+        (job,) = jobs  # the target has one rank
         assert job.key not in self.jobs, "begun twice"
         self.jobs[job.key] = job
         self.reports[job.key] = []
+
+    def follow(self, step: int, chunks: Sequence[Chunk]) -> LayerDone:
+        return layer_listener(self, chunks, NUM_LAYERS)
 
     def computed(
         self, key: AttemptKey, layers_end: int, tokens_end: int, after: object = None

@@ -1,0 +1,88 @@
+"""A rank of a decode worker: what receives its KV, and the whole of a rank other than 0."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.core.config import Config
+from kvferry.core.ids import Incarnation
+from kvferry.engine.backend import Backend
+from kvferry.engine.collectives import gloo_collectives
+from kvferry.engine.follower import Follower
+from kvferry.engine.loading import load_part
+from kvferry.engine.rank_group import OPERATION_S
+from kvferry.kv_transfer.group.rank import ReceiverRank
+from kvferry.kv_transfer.jobs import ReceiveEvent
+from kvferry.kv_transfer.layout import KvLayout
+from kvferry.kv_transfer.pool_memory import pool_memory
+from kvferry.kv_transfer.receiver import KvReceiver
+from kvferry.kv_transfer.wire import layout_of, link_options, listeners
+
+MakeReceiver = Callable[[Callable[[ReceiveEvent], None]], KvReceiver]
+
+
+def receiver_of(
+    config: Config,
+    backend: Backend,
+    layout: KvLayout,
+    secret: str,
+    incarnation: Incarnation,
+    generations: NDArray[np.uint32],
+    rank: int = 0,
+    clock: Callable[[], float] = time.monotonic,
+) -> MakeReceiver:
+    """Builds one rank's receiver, given who hears its events. ``layout``: of all ranks' caches."""
+    pool = config.decode
+    memory = pool_memory(backend.kv, layout, generations, rank)
+
+    def make(on_event: Callable[[ReceiveEvent], None]) -> KvReceiver:
+        # A worker that prefills for itself takes no KV from outside.
+        ways = listeners(config, pool.host) if pool.role == "decode" else []
+        return KvReceiver(memory, link_options(config, secret, incarnation), on_event, ways, clock)
+
+    return make
+
+
+class DecodeRank:
+    """A rank other than 0. Takes KV for its heads, and runs the steps that rank 0 plans."""
+
+    def __init__(self, config: Config, backend: Backend, secret: str, follower: Follower) -> None:
+        """``backend``: this rank's part. Raises ConfigError, StartupError."""
+        layout = layout_of(backend.kv, backend.num_kv_heads, config.decode.tp)
+        generations = np.zeros(backend.kv.num_blocks, np.uint32)
+        make = receiver_of(
+            config, backend, layout, secret, follower.incarnation, generations, follower.rank
+        )
+        self._backend = backend
+        self._follower = follower
+        self._plane = ReceiverRank(make, generations, follower.event)
+
+    @classmethod
+    def join(
+        cls, port: int, rank: int, folder: Path, vocab_size: int, config: Config, secret: str
+    ) -> DecodeRank:
+        """Come to rank 0 and load this rank's part. Raises RankLost, StartupError."""
+        pool, limit_s = config.decode, config.cluster.start_timeout_s
+        follower = Follower(port, rank, secret, limit_s)
+        try:
+            ranks = gloo_collectives(follower.store, rank, pool.tp, OPERATION_S)
+            follower.abort = ranks.abort
+            part = load_part(folder, vocab_size, config.model, pool, "decode", ranks)
+            return cls(config, part, secret, follower)
+        except Exception as error:
+            follower.fail(error)
+            follower.close()
+            raise
+
+    def run(self) -> None:
+        """Until the worker stops. Raises RankLost when rank 0 is gone, and what a step raised."""
+        try:
+            self._follower.ready(self._plane.receiver.endpoints)
+            self._follower.run(self._backend.runner, self._plane)
+        finally:
+            self._plane.close()

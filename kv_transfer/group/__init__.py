@@ -1,0 +1,1 @@
+"""The KV planes of all ranks of a worker, as one to its role: orders out, last words together."""
