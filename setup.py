@@ -1,24 +1,32 @@
-"""The one thing that pyproject.toml cannot say for good: a C file that is compiled where it can be.
+"""The one thing that pyproject.toml cannot say for good: C files, compiled where they can be.
 
-It holds no Python and needs no headers of it, so one build serves every version; kvferry runs
-without it (see kernels/kv_pack/host_compiled.py).
+They hold no Python and need no headers of it, so one build serves every version; kvferry runs
+without them (see kernels/kv_pack/host_compiled.py and kernels/cpu/library.py).
 """
+
+from pathlib import Path
 
 from setuptools import Extension, setup
 
-HEADERS = ("convert", "convert_loops", "convert_tile", "paged", "progress", "xxh3")
+
+def optional_library(folder: str, source: str, name: str, *options: str) -> Extension:
+    """``kernels/FOLDER/SOURCE``, with the headers beside it, as a library there."""
+    return Extension(
+        f"kvferry.kernels.{folder}.{name}",
+        [f"kernels/{folder}/{source}"],
+        depends=sorted(str(path) for path in Path("kernels", folder).glob("*.h")),
+        # A product is rounded before a sum, as it is where both are apart.
+        extra_compile_args=["-O3", "-std=gnu11", "-ffp-contract=off", *options],
+        extra_link_args=list(options),
+        py_limited_api=True,
+        optional=True,
+    )
+
 
 setup(
     ext_modules=[
-        Extension(
-            "kvferry.kernels.kv_pack._host_pack",
-            ["kernels/kv_pack/host_pack.c"],
-            depends=[f"kernels/kv_pack/{name}.h" for name in HEADERS],
-            # A product is rounded before a sum, as it is where both are apart.
-            extra_compile_args=["-O3", "-std=gnu11", "-ffp-contract=off"],
-            py_limited_api=True,
-            optional=True,
-        )
+        optional_library("kv_pack", "host_pack.c", "_host_pack"),
+        optional_library("cpu", "cpu_ops.c", "_cpu_ops", "-pthread"),
     ],
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

@@ -20,11 +20,17 @@ class Backend(StrEnum):
     """What runs the ops."""
 
     TORCH = "torch"
-    """Plain torch, on any device: the CPU's column, and the reference of the others."""
+    """Plain torch, on any device: the reference of the others."""
+    CPU = "cpu"
+    """C for float32 where the installation has compiled it, else plain torch."""
     TRITON = "triton"
     """Triton kernels; dense products stay with the vendor's library."""
     TRITON_BATCH_INVARIANT = "triton_batch_invariant"
     """Triton with fixed tiles, splits and products: no row depends on its neighbours."""
+
+    @property
+    def is_triton(self) -> bool:
+        return self in (Backend.TRITON, Backend.TRITON_BATCH_INVARIANT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,11 +64,15 @@ class Ops:
 _VENDOR = "torch.nn.functional:linear"
 
 
-def _unit(folder: str, name: str) -> dict[Backend, str]:
-    """A row whose kernel is batch-invariant as it is, or by the plan that it is given."""
+def _unit(folder: str, name: str, cpu: str | None = None) -> dict[Backend, str]:
+    """A row whose kernel is batch-invariant as it is, or by the plan that it is given. ``cpu``: the
+    file of the CPU's own, where it has one.
+    """
+    reference = f"kvferry.kernels.{folder}.reference:{name}"
     twin = f"kvferry.kernels.{folder}.wrapper:{name}"
     return {
-        Backend.TORCH: f"kvferry.kernels.{folder}.reference:{name}",
+        Backend.TORCH: reference,
+        Backend.CPU: f"kvferry.kernels.cpu.{cpu}:{name}" if cpu else reference,
         Backend.TRITON: twin,
         Backend.TRITON_BATCH_INVARIANT: twin,
     }
@@ -71,13 +81,14 @@ def _unit(folder: str, name: str) -> dict[Backend, str]:
 TABLE: dict[str, dict[Backend, str]] = {
     "linear": {
         Backend.TORCH: _VENDOR,
+        Backend.CPU: "kvferry.kernels.cpu.linear:linear",
         Backend.TRITON: _VENDOR,
         Backend.TRITON_BATCH_INVARIANT: "kvferry.kernels.matmul.wrapper:matmul",
     },
-    "rms_norm": _unit("rms_norm", "rms_norm"),
-    "add_rms_norm": _unit("rms_norm", "add_rms_norm"),
+    "rms_norm": _unit("rms_norm", "rms_norm", cpu="rows"),
+    "add_rms_norm": _unit("rms_norm", "add_rms_norm", cpu="rows"),
     "rope_kv_write": _unit("rope_kv_write", "rope_kv_write"),
-    "swiglu": _unit("gated", "swiglu"),
+    "swiglu": _unit("gated", "swiglu", cpu="rows"),
     "geglu": _unit("gated", "geglu"),
     "embedding": _unit("embedding", "embedding"),
     "flash_attention": _unit("flash_attention", "flash_attention"),
@@ -102,7 +113,7 @@ TABLE: dict[str, dict[Backend, str]] = {
 def backend_for(device_type: str, *, batch_invariant: bool = False) -> Backend:
     """The column for tensors on a device: ``cpu`` or ``cuda``."""
     if device_type == "cpu":
-        return Backend.TORCH
+        return Backend.CPU
     return Backend.TRITON_BATCH_INVARIANT if batch_invariant else Backend.TRITON
 
 

@@ -25,26 +25,28 @@ def test_the_table_is_the_ops() -> None:
 
 @pytest.mark.parametrize("name", sorted(set(TABLE) - {"linear"}))
 def test_twins_have_one_signature(name: str) -> None:
-    torch_op, *others = (getattr(ops_for(backend), name) for backend in Backend)
-    for op in others:
-        assert op is not torch_op
+    by_backend = {backend: getattr(ops_for(backend), name) for backend in Backend}
+    torch_op = by_backend[Backend.TORCH]
+    for backend, op in by_backend.items():
+        assert backend.is_triton == (".wrapper:" in TABLE[name][backend])
+        assert not backend.is_triton or op is not torch_op
         assert op.__name__ == torch_op.__name__
         assert parameters(op) == parameters(torch_op)
 
 
-def test_only_the_batch_invariant_product_is_ours() -> None:
-    ours = ops_for(Backend.TRITON_BATCH_INVARIANT).linear
+def test_the_product_of_torch_and_of_fast_triton_is_the_vendors() -> None:
     vendor = ops_for(Backend.TRITON).linear
     assert vendor is ops_for(Backend.TORCH).linear
-    assert ours is not vendor
-    assert [name for name, _, _ in parameters(ours)][1:] == ["weight", "bias"]
+    for ours in (ops_for(Backend.TRITON_BATCH_INVARIANT).linear, ops_for(Backend.CPU).linear):
+        assert ours is not vendor
+        assert [name for name, _, _ in parameters(ours)][1:] == ["weight", "bias"]
 
 
 @pytest.mark.parametrize(
     ("device", "batch_invariant", "backend"),
     [
-        ("cpu", False, Backend.TORCH),
-        ("cpu", True, Backend.TORCH),
+        ("cpu", False, Backend.CPU),
+        ("cpu", True, Backend.CPU),
         ("cuda", False, Backend.TRITON),
         ("cuda", True, Backend.TRITON_BATCH_INVARIANT),
     ],
@@ -56,7 +58,7 @@ def test_a_device_has_one_backend(device: str, batch_invariant: bool, backend: B
 def test_a_cpu_process_never_loads_triton() -> None:
     code = (
         "import sys; from kvferry.engine import runner; from kvferry.kernels.ops import *; "
-        "ops_for(Backend.TORCH); assert 'triton' not in sys.modules; "
+        "ops_for(Backend.CPU); assert 'triton' not in sys.modules; "
         "ops_for(Backend.TRITON); assert 'triton' in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -1,0 +1,186 @@
+"""Rotation, the write of keys and values, and attention over the paged cache, in float32.
+
+A step's queries are cut into spans, each a task for one thread: some queries of one sequence over
+some heads of keys. How they are cut changes no result.
+
+Shapes: T tokens of a step, S sequences, Hq and Hkv heads, G = Hq / Hkv, D head_dim, N num_blocks,
+B block_size.
+"""
+
+from __future__ import annotations
+
+from ctypes import addressof, byref
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvferry.kernels.cpu.library import Attention, Cache, CpuOps, Rotation
+from kvferry.kernels.kv_layer import KvLayer
+
+MOST_HEAD_DIM = 256
+TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn)
+"""Of caches that attention reads; in the order of ``types.h``."""
+SPAN = np.dtype([(name, np.int32) for name in (
+    "seq", "query", "num_queries", "position", "head", "num_heads",
+)])  # fmt: skip
+MOST_ROWS = 192
+"""Queries times heads that a span has, but for single tokens of very many heads."""
+_TILE, _MOST_TILE_ROWS, _LANES = 64, 14, 16
+"""As in ``types.h``."""
+
+
+def is_read(kv: KvLayer) -> bool:
+    """Whether attention reads such a cache."""
+    return (
+        kv.k.dtype in TYPES
+        and kv.head_dim % _LANES == 0
+        and kv.head_dim <= MOST_HEAD_DIM
+        and kv.k.stride(3) == 1
+        and kv.k.stride() == kv.v.stride()
+    )
+
+
+def is_written(kv: KvLayer) -> bool:
+    """Whether ``rotate_and_write`` writes such a cache: its slots must be evenly spaced."""
+    _, token_stride, head_stride, _ = kv.k.stride()
+    return (
+        kv.k.dtype is torch.float32
+        and head_stride == kv.head_dim
+        and kv.k.stride(0) == kv.block_size * token_stride
+        and kv.k.stride() == kv.v.stride()
+    )
+
+
+def cut_into_spans(
+    query_starts: NDArray[np.int64],
+    context_lens: NDArray[np.int32],
+    num_kv_heads: int,
+    group: int,
+    workers: int,
+) -> NDArray[np.void]:
+    """Spans of a step's S sequences, the longest first. query_starts [S + 1], context_lens [S].
+
+    Sequences with few tokens are one span, whose keys are read in the order of memory, unless there
+    are too few of them for the workers: then each head is one.
+    """
+    query_lens = np.diff(query_starts)
+    at_once = max(1, MOST_ROWS // group)
+    pieces = -(-query_lens // at_once)
+    seqs = np.repeat(np.arange(len(query_lens)), pieces)
+    first = (np.arange(len(seqs)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * at_once
+    spans = np.zeros(len(seqs), SPAN)
+    spans["seq"], spans["query"] = seqs, query_starts[seqs] + first
+    spans["num_queries"] = np.minimum(query_lens[seqs] - first, at_once)
+    spans["position"] = context_lens[seqs] + first
+    spans["num_heads"] = num_kv_heads
+    rows = int(query_lens.max(initial=1)) * num_kv_heads * group
+    if rows > MOST_ROWS or len(spans) < 2 * workers:
+        spans = np.repeat(spans, num_kv_heads)
+        spans["head"] = np.tile(np.arange(num_kv_heads), len(seqs))
+        spans["num_heads"] = 1
+    keys = spans["position"].astype(np.int64) + spans["num_queries"]
+    work: NDArray[np.int64] = keys * spans["num_heads"]
+    return spans[np.argsort(-work, kind="stable")]
+
+
+@dataclass(slots=True, eq=False)
+class SpanPlan:
+    """A step's spans with the memory that attention over them takes. Reused by all layers."""
+
+    spans: NDArray[np.void]
+    tables: NDArray[np.int32]
+    """[S, max_blocks], C-contiguous."""
+    group: int
+    scratch: torch.Tensor
+    """float32 [workers, floats]"""
+
+    @classmethod
+    def of(
+        cls,
+        query_starts: NDArray[np.int64],
+        context_lens: NDArray[np.int32],
+        tables: NDArray[np.int32],
+        kv: KvLayer,
+        group: int,
+        workers: int,
+    ) -> SpanPlan:
+        """Raises IndexError for a block that is not in the cache."""
+        spans = cut_into_spans(query_starts, context_lens, kv.num_kv_heads, group, workers)
+        lengths = np.diff(query_starts) + context_lens
+        used = np.arange(tables.shape[1]) < -(-lengths // kv.block_size)[:, None]
+        if ((tables < 0) | (tables >= len(kv.k)))[used].any():
+            raise IndexError(f"tables: a block is outside the cache of {len(kv.k)}")
+        rows = int((spans["num_queries"] * spans["num_heads"]).max(initial=0)) * group
+        floats = 2 * _TILE * kv.head_dim + _MOST_TILE_ROWS * _TILE + rows * (2 * kv.head_dim + 2)
+        scratch = torch.empty(workers, -(-floats // _LANES) * _LANES)
+        return cls(spans, np.ascontiguousarray(tables, np.int32), group, scratch)
+
+
+def attend(ops: CpuOps, q: torch.Tensor, kv: KvLayer, plan: SpanPlan, scale: float) -> torch.Tensor:
+    """Causal attention of q [T, Hq, D], contiguous, over the cache: [T, Hq, D]."""
+    out = torch.empty_like(q)
+    cache = Cache(
+        kv.k.data_ptr(),
+        kv.v.data_ptr(),
+        None if kv.k_scale is None else kv.k_scale.data_ptr(),
+        None if kv.v_scale is None else kv.v_scale.data_ptr(),
+        *kv.k.stride()[:3],
+        kv.block_size,
+        kv.num_kv_heads,
+        kv.head_dim,
+        TYPES.index(kv.k.dtype),
+    )
+    call = Attention(
+        q.data_ptr(),
+        out.data_ptr(),
+        addressof(cache),
+        plan.spans.ctypes.data,
+        len(plan.spans),
+        plan.tables.ctypes.data,
+        plan.tables.shape[1],
+        plan.group,
+        scale,
+        plan.scratch.data_ptr(),
+        plan.scratch.stride(0),
+    )
+    ops.attention(byref(call), ops.lanes, len(plan.scratch))
+    return out
+
+
+def rotate_and_write(
+    ops: CpuOps,
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    rotation: tuple[torch.Tensor, torch.Tensor],
+    slots: torch.Tensor,
+    kv: KvLayer,
+    workers: int,
+) -> torch.Tensor:
+    """``rope_kv_write`` without norms, into a cache that ``is_written``: the rotated q [T, Hq, D].
+
+    q [T, Hq, D], k and v [T, Hkv, D], each token's heads contiguous; slots int64 [T] inside the
+    cache; the rotation's cos and sin [T, R / 2], contiguous.
+    """
+    q, k, v = qkv
+    cos, sin = rotation
+    out = torch.empty(q.shape)
+    stride, half = kv.k.stride(1), cos.shape[1]
+    for x, y, y_stride, at, turned in (
+        (q, out, out.stride(0), None, half),
+        (k, kv.k, stride, slots.data_ptr(), half),
+        (v, kv.v, stride, slots.data_ptr(), 0),
+    ):
+        call = Rotation(
+            x.data_ptr(),
+            x.stride(0),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            y.data_ptr(),
+            y_stride,
+            at,
+            *x.shape,
+            turned,
+        )
+        ops.rotate(byref(call), ops.lanes, workers if x.numel() >= 1 << 15 else 1)
+    return out

@@ -1,0 +1,112 @@
+/* What the operations are given. */
+
+#pragma once
+
+#include <stdint.h>
+
+#define INLINE static inline __attribute__((always_inline))
+
+enum { PANEL = 16 }; /* outputs of a panel, and lanes in which sums over a row are kept */
+
+/* A few rows times one or two panels. */
+typedef struct {
+    const float *x; /* [rows, depth] */
+    int64_t x_stride;
+    const float *w; /* [panels, depth, PANEL] */
+    int64_t panel_stride;
+    int64_t depth;
+    const float *from; /* [rows, panels * PANEL]: what the sums begin with */
+    int64_t from_stride;
+    float *y;
+    int64_t y_stride;
+} tile_t;
+
+typedef struct {
+    const float *x; /* [rows, depth] */
+    int64_t x_stride;
+    const float *w; /* [panels, depth, PANEL] */
+    int64_t panel_stride;
+    const float *bias; /* [panels * PANEL], or null */
+    float *y;          /* [rows, panels * PANEL] */
+    int64_t y_stride;
+    int64_t rows, depth, panels;
+} product_t;
+
+/* y = weight * x / sqrt(mean(x^2) + eps), of the sum with a residual unless that is null. */
+typedef struct {
+    const float *x; /* [rows, size] */
+    int64_t x_stride;
+    const float *residual;
+    int64_t residual_stride;
+    const float *weight; /* [size] */
+    float *total;        /* [rows, size]: the sum */
+    float *y;            /* [rows, size] */
+    int64_t rows, size;
+    float eps;
+} norm_t;
+
+typedef struct {
+    const float *gate, *up; /* [rows, size] */
+    int64_t gate_stride, up_stride;
+    float *y; /* [rows, size] */
+    int64_t rows, size;
+} swiglu_t;
+
+/* Heads of tokens, rotated by their positions, and put where `slots` says. */
+typedef struct {
+    const float *x; /* [tokens, heads, head_dim] */
+    int64_t x_stride;
+    const float *cos, *sin; /* [tokens, half]; what is past 2 * half of a head is not rotated */
+    float *y;               /* [slots, heads, head_dim] */
+    int64_t y_stride;
+    const int64_t *slots; /* [tokens]; null: the tokens' own numbers; a negative one is left out */
+    int64_t tokens, heads, head_dim, half;
+} rotation_t;
+
+enum { TILE = 64 }; /* keys that attention takes at a time, from a multiple of it on */
+enum { MOST_HEAD_DIM = 256, MOST_TILE_ROWS = 14 };
+enum { FLOAT32, BFLOAT16, FLOAT16, INT8, E4M3 };
+
+/* A layer of the paged cache: see kv_layer.py. Strides are in elements, those of scales too. */
+typedef struct {
+    const void *k, *v;
+    const float *k_scale, *v_scale; /* null unless the type is quantised */
+    int64_t block_stride, token_stride, head_stride;
+    int64_t block_size, heads, head_dim;
+    int64_t type;
+} cache_t;
+
+/* Some queries of one sequence over some heads of keys. */
+typedef struct {
+    int32_t seq;
+    int32_t query, num_queries; /* the first, of the step's tokens */
+    int32_t position;           /* of the first query in its sequence */
+    int32_t head, num_heads;    /* of the cache */
+} span_t;
+
+/* What a worker keeps of some query rows. */
+typedef struct {
+    float *q, *output; /* [rows, head_dim] */
+    float *most, *sum; /* [rows] */
+    int64_t row;       /* the first, of those of its head */
+    int64_t seen;      /* keys from the tile's first on that the head's first query sees; may be < 0 */
+} state_t;
+
+typedef struct {
+    const float *q; /* [tokens, heads * group, head_dim] */
+    float *out;     /* like q */
+    const cache_t *cache;
+    const span_t *spans;
+    int64_t num_spans;
+    const int32_t *tables; /* [seqs, table_stride] */
+    int64_t table_stride;
+    int64_t group; /* query heads per head of the cache */
+    float scale;
+    float *scratch; /* per worker */
+    int64_t scratch_stride;
+} attention_t;
+
+static inline int64_t least(int64_t a, int64_t b)
+{
+    return a < b ? a : b;
+}
