@@ -58,6 +58,8 @@ class Receiver(Protocol):
 class DecodeRole:
     """State of all sequences on one decode worker. Lives on the step loop's thread."""
 
+    apart = frozenset({"reserve", "prefill", "start"})
+
     def __init__(
         self,
         sequences: Sequences,

@@ -75,7 +75,7 @@ class DecodeWorker:
         self.role = DecodeRole(
             parts.sequences, ledger, batch, self.receiver, gate, pool.reserve_queue, wire
         )
-        self.loop = StepLoop(self.role, backend.runner, clock)
+        self.loop = StepLoop(self.role, backend.runner, clock, launcher=backend.launcher)
         server = SessionServer(self.loop, self.hello, session_settings(config, pool, secret))
         self.host = WorkerHost(self.loop, server, worker_id)
 

@@ -1,6 +1,11 @@
 """The step loop: the one thread on which everything a worker knows about its sequences changes.
 
-    events in ─▶ clock ─▶ plan ─▶ runner.execute ─▶ commit ─▶ messages out
+    events in ─▶ clock ─▶ plan ─▶ run the step ─▶ commit ─▶ messages out
+
+Where steps run on a device, one is launched and what needs none of its results is done while it
+computes: what the step before has to say goes out, and messages that touch no sequence of the step
+are taken in. Whatever else came waits until the step is settled; so nothing that a running step
+names can end, move or be given away under it.
 
 Sessions, transfers and callers on other threads only ``post`` events. What differs between the
 roles is behind ``Role``; what is the same for both - sessions, leases, deadlines, cancels, cache
@@ -15,16 +20,19 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Protocol, TypedDict
 
+from kvferry.core.errors import RankLost
 from kvferry.core.ids import AttemptKey, Incarnation, RequestId
+from kvferry.engine.cache_news import CacheNews
+from kvferry.engine.in_flight import InFlight, Launcher
 from kvferry.engine.plan import LayerDone, Runner, StepPlan, StepResult
 from kvferry.engine.ports import FromRouter, RouterPort, SessionClosed, SessionOpened, send_failed
-from kvferry.engine.sequences import Sequences, WorkerSequence
+from kvferry.engine.sequences import Sequences, State, WorkerSequence
 from kvferry.proto import worker_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-SNAPSHOT_HASHES = 8192
-"""Hashes per piece of a cache snapshot: 16 bytes each and a little framing, under 256 KiB."""
+APART = (State.WAITING, State.RESERVED)
+"""States in which no step names a sequence, whatever runs."""
 
 
 class TransferCounts(TypedDict):
@@ -42,6 +50,8 @@ class Role(Protocol):
 
     sequences: Sequences
     ports: dict[Incarnation, RouterPort]
+    apart: frozenset[str]
+    """Kinds of messages that change no sequence but their own."""
 
     def receive(self, port: RouterPort, message: pb.RouterMessage) -> None:
         """A Reserve, Prefill, Start or Peers."""
@@ -88,23 +98,46 @@ class StepLoop:
     """Runs a role. ``turn`` is one round; ``run`` repeats it on a thread until ``stop``."""
 
     def __init__(
-        self, role: Role, runner: Runner, clock: Callable[[], float], idle_s: float = 0.1
+        self,
+        role: Role,
+        runner: Runner,
+        clock: Callable[[], float],
+        idle_s: float = 0.1,
+        launcher: Launcher | None = None,
     ) -> None:
+        """``launcher``: of the same steps, where they run on a device."""
         self.role = role
         self.runner = runner
         self.steps = 0
         self._clock = clock
         self._idle_s = idle_s
+        self._launcher = launcher
+        self._wakes: deque[Callable[[], None]] = deque()
         self._inbox: deque[object] = deque()
         self._wake = threading.Event()
         self._stopping = False
-        self._delta_sequence = 0
+        self._news = CacheNews(role.sequences.pool)
         self._moved_s = clock()
 
     def post(self, event: object) -> None:
         """Hand over an event or a callable from any thread."""
         self._inbox.append(event)
         self._wake.set()
+
+    def break_down(self, why: str) -> None:
+        """End ``run`` with RankLost. Any thread may call it."""
+
+        def raise_it() -> None:
+            raise RankLost(why)
+
+        self.post(raise_it)
+
+    def announce(self, wake: Callable[[], None]) -> None:
+        """Something was said on a port: call ``wake`` once this thread can spare the processor."""
+        if self._launcher is None:
+            wake()
+        else:
+            self._wakes.append(wake)
 
     def stop(self) -> None:
         self._stopping = True
@@ -123,10 +156,11 @@ class StepLoop:
         self._expire()
         plan = self.role.plan()
         if plan is not None:
-            self._execute(plan)
+            self._step(plan)
         elif self.role.counts()[0] == 0:
             self._moved_s = self._clock()
-        self._send_cache_deltas()
+        if plan is None or self._launcher is None:
+            self._say()  # else while the next step computes
         return plan is not None
 
     def load(self) -> pb.Load:
@@ -147,9 +181,11 @@ class StepLoop:
             **self.role.transfer_counts(),
         )
 
-    def _execute(self, plan: StepPlan) -> None:
+    def _step(self, plan: StepPlan) -> None:
         try:
-            result = self.runner.execute(plan, self.role.layer_listener())
+            result = self._result(plan)
+        except RankLost:
+            raise  # no step can run any more
         except Exception as error:
             log.exception("step %d failed", plan.step)
             self.role.fail_step(error)
@@ -157,6 +193,37 @@ class StepLoop:
         self.steps += 1
         self._moved_s = self._clock()
         self.role.commit(result)
+
+    def _result(self, plan: StepPlan) -> StepResult:
+        if self._launcher is None:
+            return self.runner.execute(plan, self.role.layer_listener())
+        flight = self._launcher.launch(plan, self.role.layer_listener())
+        self._while_it_computes(flight)
+        return flight.wait()
+
+    def _while_it_computes(self, flight: InFlight) -> None:
+        self._say()
+        while self._inbox and self._is_apart(self._inbox[0]) and not flight.done():
+            self._handle(self._inbox.popleft())
+        self._say()
+
+    def _is_apart(self, event: object) -> bool:
+        """Whether ``event`` touches no sequence of a running step. In order of arrival, so that no
+        message overtakes another.
+        """
+        if not isinstance(event, FromRouter):
+            return False
+        kind = event.message.WhichOneof("kind")
+        if kind not in self.role.apart:
+            return kind == "renew"
+        request = getattr(event.message, kind).key.request
+        seq = self.role.sequences.of_request(event.port.incarnation, request)
+        return seq is None or seq.state in APART
+
+    def _say(self) -> None:
+        self._send_changes()
+        while self._wakes:
+            self._wakes.popleft()()
 
     def _handle(self, event: object) -> None:
         match event:
@@ -208,26 +275,9 @@ class StepLoop:
         if earlier is not None:
             # Its router has connected again before this end noticed: what it asked for is stale.
             self._session_closed(earlier)
-        self._send_cache_deltas()  # to the others: the snapshot already holds these
+        self._send_changes()  # to the others: the snapshot already holds these
         self.role.ports[port.incarnation] = port
-        hashes = self.role.sequences.pool.snapshot()
-        for start in range(0, max(len(hashes), 1), SNAPSHOT_HASHES):
-            piece = hashes[start : start + SNAPSHOT_HASHES]
-            delta = pb.CacheDelta(
-                sequence=self._delta_sequence,
-                added=piece,
-                snapshot=True,
-                last=start + SNAPSHOT_HASHES >= len(hashes),
-            )
-            port.send(pb.WorkerMessage(cache_delta=delta))
+        self._news.send_snapshot(port)
 
-    def _send_cache_deltas(self) -> None:
-        events = self.role.sequences.pool.drain_events()
-        if not (events.added or events.removed):
-            return
-        self._delta_sequence += 1
-        delta = pb.CacheDelta(
-            sequence=self._delta_sequence, added=events.added, removed=events.removed
-        )
-        for port in self.role.ports.values():
-            port.send(pb.WorkerMessage(cache_delta=delta))
+    def _send_changes(self) -> None:
+        self._news.send_changes(self.role.ports.values())

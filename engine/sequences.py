@@ -129,6 +129,10 @@ class Sequences:
         seq = self._live.get((key.router, key.request))
         return seq if seq is not None and seq.key.attempt == key.attempt else None
 
+    def of_request(self, router: Incarnation, request: int) -> WorkerSequence | None:
+        """The live sequence of a request, whichever attempt it is."""
+        return self._live.get((router, request))
+
     def supersede(self, key: AttemptKey, end: Callable[[WorkerSequence], None]) -> bool:
         """Make way: ``end`` an earlier attempt of the same request. False: ``key`` is the stale
         one, or its blocks are still fenced since it ended.

@@ -80,7 +80,8 @@ class SessionServer(worker_pb2_grpc.WorkerServicer):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, reason)
         await self._write(context, pb.WorkerMessage(hello=self._hello))
         waker = _Waker()
-        outbox = Outbox(Incarnation(hello.incarnation), waker.wake)
+        incarnation = Incarnation(hello.incarnation)
+        outbox = Outbox(incarnation, lambda: self._loop.announce(waker.wake))
         self._loop.post(SessionOpened(outbox))
         reader = asyncio.create_task(self._post_all(request_iterator, outbox, waker))
         try:

@@ -1,0 +1,29 @@
+"""Steps that a device computes while the host goes on."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from kvferry.engine.plan import LayerDone, StepPlan, StepResult
+
+
+class InFlight(Protocol):
+    """One launched step."""
+
+    def done(self) -> bool:
+        """Whether ``wait`` would return at once."""
+        ...
+
+    def wait(self) -> StepResult:
+        """Wait for its tokens; once. Raises what the step failed of."""
+        ...
+
+
+class Launcher(Protocol):
+    """A runner whose steps run behind the host. One step is in flight at most."""
+
+    def launch(self, plan: StepPlan, layer_done: LayerDone | None = None) -> InFlight:
+        """Begin a step. The plan's arrays are the runner's until it is done. ``layer_done`` is
+        called on this thread, with events of the device, before this returns.
+        """
+        ...
