@@ -58,7 +58,8 @@ def bundles(config: Config, cluster: Mapping[str, float] = _NOTHING) -> list[dic
     wanted = []
     for role, pool in (("prefill", config.prefill), ("decode", config.decode)):
         own = {role: ROLE_SHARE} if role in cluster else {}
-        wanted += [{"CPU": float(pool.threads), **own} for _ in range(pool.workers)]
+        cpus = float(pool.threads * pool.tp)  # one bundle: the ranks of a worker share a host
+        wanted += [{"CPU": cpus, **own} for _ in range(pool.workers)]
     return wanted
 
 

@@ -1,27 +1,38 @@
-"""One worker process, as the builder and the supervisor hold it."""
+"""One worker, a process per rank, as the builder and the supervisor hold it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Awaitable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 from ray.util import get_node_ip_address
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from kvferry.cluster.runtime import answer
-from kvferry.core.config import Config
-from kvferry.decode_worker.actor import DecodeActor
-from kvferry.prefill_worker.actor import PrefillActor
+from kvferry.core.config import Config, PoolConfig
+from kvferry.core.errors import StartupError
+from kvferry.decode_worker.actor import DecodeActor, DecodeRankActor
+from kvferry.prefill_worker.actor import PrefillActor, PrefillRankActor
 from kvferry.router.workers import Role
+
+T = TypeVar("T")
+
+_KINDS = {
+    Role.PREFILL: (PrefillActor, PrefillRankActor),
+    Role.DECODE: (DecodeActor, DecodeRankActor),
+    Role.BOTH: (DecodeActor, DecodeRankActor),
+}
+"""Of rank 0, and of the others."""
 
 
 class WorkerHandle:
-    """An actor in its place. ``start`` may be called again after the process has died."""
+    """Its actors in their place. ``start`` may be called again after any of them has died."""
 
     def __init__(
         self, role: Role, worker_id: str, bundle: int, group: PlacementGroup, config: Config
@@ -33,27 +44,28 @@ class WorkerHandle:
         self._group = group
         self._config = config
         self._actor: Any = None
+        self._others: list[Any] = []
 
     async def start(self, folder: Path, vocab_size: int, secret: str) -> None:
-        """Start the process and wait until it listens. Raises StartupError."""
-        kind = PrefillActor if self.role is Role.PREFILL else DecodeActor
-        pool = self._config.prefill if self.role is Role.PREFILL else self._config.decode
-        remote = ray.remote(kind).options(
-            num_cpus=pool.threads,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(
-                self._group, placement_group_bundle_index=self._bundle
-            ),
-        )
-        if self._actor is not None:
-            ray.kill(self._actor)  # its step loop died, its process may not have
-        self._actor = remote.remote(
-            self.worker_id, self._config.model_dump(), secret, get_node_ip_address
-        )
-        self.address = await answer(
-            self._actor.start.remote(str(folder), vocab_size),
-            self._config.cluster.start_timeout_s,
-            f"start of {self.worker_id}",
-        )
+        """Start the processes and wait until rank 0 listens. Raises StartupError."""
+        self._kill()  # a step loop died, its process may not have
+        first, other = _KINDS[self.role]
+        common = self._config.model_dump(), secret, get_node_ip_address
+        self._actor = self._placed(first).remote(self.worker_id, *common)
+        model = str(folder), vocab_size
+        following: list[Any] = []
+        if self._pool.tp > 1:
+            port = await self._answer(self._actor.open_group.remote())
+            self._others = [
+                self._placed(other).remote(f"{self.worker_id} rank {rank}", rank, *common)
+                for rank in range(1, self._pool.tp)
+            ]
+            following = [actor.run.remote(port, *model) for actor in self._others]
+        try:
+            self.address = await self._answer(self._actor.start.remote(*model))
+        except StartupError:
+            await _raise_first_cause(following)
+            raise
 
     async def ended(self) -> str:
         """Wait until the worker is no more. Returns why."""
@@ -70,5 +82,40 @@ class WorkerHandle:
         with contextlib.suppress(RayError, TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._actor.stop.remote()
-        ray.kill(self._actor)
-        self._actor = None
+        self._kill()
+
+    @property
+    def _pool(self) -> PoolConfig:
+        return self._config.prefill if self.role is Role.PREFILL else self._config.decode
+
+    def _placed(self, kind: type[Any]) -> Any:
+        """As an actor in this worker's bundle: on the host of its other ranks."""
+        strategy = PlacementGroupSchedulingStrategy(
+            self._group, placement_group_bundle_index=self._bundle
+        )
+        return ray.remote(kind).options(num_cpus=self._pool.threads, scheduling_strategy=strategy)
+
+    async def _answer(self, call: Awaitable[T]) -> T:
+        limit_s = self._config.cluster.start_timeout_s
+        return await answer(call, limit_s, f"start of {self.worker_id}")
+
+    def _kill(self) -> None:
+        for actor in (self._actor, *self._others):
+            if actor is not None:
+                ray.kill(actor)
+        self._actor, self._others = None, []
+
+
+async def _raise_first_cause(runs: list[Any]) -> None:
+    """What another rank could not start for: rank 0 knows only that it is gone."""
+    if not runs:
+        return
+    done, _ = await asyncio.to_thread(ray.wait, runs, num_returns=len(runs), timeout=1.0)
+    for run in done:
+        try:
+            await run
+        except RayTaskError as error:
+            if isinstance(error.cause, StartupError):
+                raise error.cause from None
+        except RayError:
+            continue  # its process died: rank 0 says so

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from kvferry.cache.hashing import SCHEME_VERSION
 from kvferry.cache.paged import MIN_BLOCKS, PagedKV, block_nbytes, num_blocks_for
 from kvferry.core.config import ModelConfig, PoolConfig
-from kvferry.core.errors import ConfigError
+from kvferry.core.errors import ConfigError, RankLost, StartupError
 from kvferry.core.units import format_bytes
 from kvferry.engine.backend import Backend, ModelIdentity
 from kvferry.engine.collectives import gloo_collectives
@@ -28,38 +29,51 @@ from kvferry.models.spec import ModelSpec, read_spec
 
 
 def load_backend(
-    folder: Path, vocab_size: int, model: ModelConfig, pool: PoolConfig, pool_name: str
-) -> Backend:
-    """Load a ready Hugging Face folder on the CPU. ``vocab_size`` is the tokenizer's.
-
-    Raises ModelLoadError for the checkpoint, ConfigError when the cache cannot hold one sequence
-    of the context limit.
-    """
-    backend = load_part(folder, vocab_size, model, pool, pool_name)
-    _warm_up(backend.runner)
-    return backend
-
-
-def load_group(
     folder: Path,
     vocab_size: int,
     model: ModelConfig,
     pool: PoolConfig,
     pool_name: str,
-    group: RankGroup,
-    timeout_s: float,
+    group: RankGroup | None = None,
+    timeout_s: float = math.inf,
 ) -> Backend:
-    """The same on rank 0 of a group, whose other ranks load theirs meanwhile. Raises RankLost too,
-    when one has not come and loaded within ``timeout_s``.
+    """Load a ready Hugging Face folder on the CPU. ``vocab_size`` is the tokenizer's.
+
+    ``group``: this is its rank 0, and the other ranks come and load theirs within ``timeout_s``; it
+    is closed when that fails.
+
+    Raises ModelLoadError for the checkpoint, ConfigError when the cache cannot hold one sequence
+    of the context limit, StartupError when a rank is missing.
     """
+    if group is None:
+        backend = load_part(folder, vocab_size, model, pool, pool_name)
+        _warm_up(backend.runner)
+        return backend
+    try:
+        ranks = _joined(group, timeout_s)
+        part = load_part(folder, vocab_size, model, pool, pool_name, ranks)
+        endpoints = group.wait_ready(timeout_s)
+        backend = replace(
+            part,
+            runner=ParallelRunner(part.runner, group),
+            group=group,
+            rank_endpoints=tuple(endpoints),
+        )
+        _warm_up(backend.runner)
+        return backend
+    except RankLost as error:
+        group.close()
+        raise StartupError(f"{pool_name}.tp: {error}") from error
+    except BaseException:
+        group.close()
+        raise
+
+
+def _joined(group: RankGroup, timeout_s: float) -> Collectives:
     group.join_all(timeout_s)
     ranks = gloo_collectives(group.store, 0, group.size, OPERATION_S)
     group.abort = ranks.abort
-    part = load_part(folder, vocab_size, model, pool, pool_name, ranks)
-    endpoints = group.wait_ready(timeout_s)
-    runner = ParallelRunner(part.runner, group)
-    _warm_up(runner)
-    return replace(part, runner=runner, group=group, rank_endpoints=tuple(endpoints))
+    return ranks
 
 
 def load_part(

@@ -14,13 +14,11 @@ import torch
 from gates import eventually
 from tiny_models import save, tiny_model
 from tiny_tokenizer import save_tokenizer
+from whole_cluster import blocks_are_back, config_for, ready, tokens
 
 from kvferry.client.client import KvferryClient
 from kvferry.cluster.system import System
-from kvferry.core.config import Config, parse_config
 from kvferry.core.errors import ConfigError, ModelLoadError, StartupError
-from kvferry.core.sampling import SamplingParams
-from kvferry.proto import kvferry_pb2
 
 pytestmark = [
     pytest.mark.cluster,
@@ -31,9 +29,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning:ray"),
 ]
 
-SAMPLING = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
-PROMPT = list(range(3, 20))
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -41,19 +36,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save(tiny_model("llama", torch.float32, max_position_embeddings=128), path)
     save_tokenizer(path)
     return path
-
-
-def config_for(folder: Path, **sections: dict[str, object]) -> Config:
-    base: dict[str, dict[str, object]] = {
-        "model": {"path": str(folder)},
-        "prefill": {"workers": 1, "block_size": 4, "kv_memory": "2MiB"},
-        "decode": {"workers": 1, "block_size": 8, "kv_memory": "2MiB"},
-        "router": {"grpc": "127.0.0.1:0", "http": "127.0.0.1:0"},
-        "cluster": {"start_timeout_s": 120, "beat_s": 0.2, "silence_s": 3},
-    }
-    for name, values in sections.items():
-        base.setdefault(name, {}).update(values)
-    return parse_config(base)
 
 
 async def test_workers_die_and_come_back_and_nothing_is_left(folder: Path) -> None:
@@ -137,26 +119,3 @@ def worker_pid(worker_id: str) -> int:
         except OSError:
             continue
     raise AssertionError(f"no process of {worker_id}")
-
-
-async def tokens(client: KvferryClient) -> list[int]:
-    found: list[int] = []
-    async for response in client.generate(PROMPT, SAMPLING):
-        found += response.token_ids
-    return found
-
-
-async def ready(client: KvferryClient) -> kvferry_pb2.StatusResponse:
-    async with asyncio.timeout(60):
-        while not (status := await client.status()).ready:
-            await asyncio.sleep(0.05)
-    return status
-
-
-async def blocks_are_back(client: KvferryClient) -> None:
-    async with asyncio.timeout(20):
-        while True:
-            status = await client.status()
-            if not any(w.blocks.in_use + w.blocks.reserved for w in status.workers):
-                return
-            await asyncio.sleep(0.05)

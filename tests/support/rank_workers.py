@@ -13,7 +13,7 @@ from tiny_models import VOCAB_SIZE
 from kvferry.core.config import Config
 from kvferry.decode_worker.rank import DecodeRank
 from kvferry.engine.backend import Backend
-from kvferry.engine.loading import load_backend, load_group
+from kvferry.engine.loading import load_backend
 from kvferry.engine.rank_group import RankGroup
 from kvferry.prefill_worker.rank import PrefillRank
 
@@ -47,7 +47,7 @@ class RankThreads:
                 thread = threading.Thread(target=self._run, args=(role, group, rank), name=name)
                 self._threads.append(thread)
                 thread.start()
-            return load_group(*what, group, LIMIT_S)
+            return load_backend(*what, group, LIMIT_S)
 
         return load
 
