@@ -5,7 +5,8 @@ from __future__ import annotations
 from kvferry.bench.kv_device_kit import Kit
 from kvferry.bench.report import Better, Claim, Scalar, claim_from
 from kvferry.bench.stats import bootstrap_median
-from kvferry.kv_transfer.messages import Pull, decode_to_sender, encode
+from kvferry.kv_transfer.frames import decode_to_sender, encode
+from kvferry.kv_transfer.messages import Pull
 from kvferry.kv_transfer.transport import Channel, Inlet
 
 NUM_SLABS = 8

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from kvferry.core.errors import LinkLost, ProtocolError
 from kvferry.core.ids import LeaseId
 from kvferry.kernels.kv_pack.progress import Stream
-from kvferry.kv_transfer.messages import Credit, Filling, Header, Sample
+from kvferry.kv_transfer.messages import PROBE_LEASE, Credit, Filling, Header, Sample, Spare
 from kvferry.kv_transfer.transport import Inlet, Slab
 
 PULLS = 4
@@ -19,7 +19,8 @@ PULLS = 4
 @dataclass(slots=True)
 class _Grant:
     number: int
-    lease: LeaseId
+    lease: LeaseId | None
+    """None: the one that its sender fills it for first."""
     since_s: float
     message: Header | Sample | None = None
     """What the sender says of its bytes."""
@@ -55,6 +56,7 @@ class Grants:
         self._grants: dict[int, _Grant] = {}
         """By slab, oldest first."""
         self._num_posted = 0
+        self._num_spare = 0
         self._last_grant = 0
 
     @property
@@ -62,8 +64,14 @@ class Grants:
         return len(self._free)
 
     @property
+    def num_spare(self) -> int:
+        """Granted to no lease so far."""
+        return self._num_spare
+
+    @property
     def is_idle(self) -> bool:
-        return not self._grants
+        """Whether no lease has a slab."""
+        return len(self._grants) == self._num_spare
 
     def count(self, lease: LeaseId) -> int:
         """Slabs that a lease has."""
@@ -71,18 +79,51 @@ class Grants:
 
     def give(self, lease: LeaseId) -> Credit:
         """Grant a free slab."""
+        return Credit(lease=lease, slab=self._give(lease), grant=self._last_grant)
+
+    def give_spares(self, most: int) -> list[Spare]:
+        """Grant free slabs to whichever leases their sender fills them for, until there are so many
+        of them.
+        """
+        spares: list[Spare] = []
+        while self._free and self._num_spare < most:
+            self._num_spare += 1
+            spares.append(Spare(slab=self._give(None), grant=self._last_grant))
+        return spares
+
+    def again(self, older_s: float) -> list[Spare]:
+        """The spare ones granted so long ago, and not named here meanwhile."""
+        now = self._clock()
+        spares: list[Spare] = []
+        for slab, grant in self._grants.items():
+            if grant.lease is None and now - grant.since_s >= older_s:
+                grant.since_s = now
+                spares.append(Spare(slab=slab, grant=grant.number))
+        return spares
+
+    def _give(self, lease: LeaseId | None) -> int:
         slab = self._free.pop()
         self._last_grant += 1
         self._grants[slab] = _Grant(self._last_grant, lease, self._clock())
         self._inlet.grant(slab, self._last_grant)
-        return Credit(lease=lease, slab=slab, grant=self._last_grant)
+        return slab
+
+    def _of(self, lease: int, message: Filling | Header | Sample) -> _Grant | None:
+        """The grant that a message is about; a spare one is its lease's from now on."""
+        grant = self._grants.get(message.slab)
+        if grant is None or grant.number != message.grant:
+            return None
+        if grant.lease is None and lease != PROBE_LEASE:
+            grant.lease, grant.since_s = LeaseId(lease), self._clock()
+            self._num_spare -= 1
+        return grant if grant.lease == lease else None
 
     def fill(self, lease: LeaseId, message: Header | Sample) -> bool | None:
         """A slab is said to be filled. Whether that is news; None when it was granted for
         something else. Raises ProtocolError for more bytes than it has.
         """
-        grant = self._grants.get(message.slab)
-        if grant is None or (grant.number, grant.lease) != (message.grant, lease):
+        grant = self._of(lease, message)
+        if grant is None:
             return None
         if grant.message is not None:
             return False
@@ -94,10 +135,8 @@ class Grants:
         """A slab that its sender fills now, and what to follow that by; None when it was granted
         for something else, or cannot be followed. Raises ProtocolError for more bytes than it has.
         """
-        nbytes, grant = message.header.nbytes, self._grants.get(message.slab)
+        nbytes, grant = message.header.nbytes, self._of(message.header.lease, message)
         if grant is None or grant.message is not None:
-            return None
-        if (grant.number, grant.lease) != (message.grant, message.header.lease):
             return None
         by = self._inlet.progress(message.slab, message.grant, nbytes)
         if by is None:
@@ -143,6 +182,7 @@ class Grants:
         if grant is None or grant.number != number or grant.is_posted:
             return False
         del self._grants[slab]
+        self._num_spare -= grant.lease is None
         self._free.append(slab)
         return True
 
@@ -159,6 +199,8 @@ class Grants:
         left_s = math.inf
         now = self._clock()
         for grant in self._grants.values():
+            if grant.lease is None:
+                continue
             limit_s = to_fill_s if grant.message is None else to_land_s
             rest_s = grant.since_s + limit_s - now
             if rest_s <= 0 and not grant.has_landed:

@@ -16,6 +16,7 @@ import msgspec
 
 from kvferry.core.errors import LinkLost, LinkRefused, ProtocolError
 from kvferry.core.ids import Incarnation
+from kvferry.kv_transfer.frames import decode_to_receiver, decode_to_sender, encode
 from kvferry.kv_transfer.messages import (
     MAX_HANDSHAKE_FRAME,
     MAX_LINK_BYTES,
@@ -26,9 +27,6 @@ from kvferry.kv_transfer.messages import (
     Proof,
     Refused,
     Welcome,
-    decode_to_receiver,
-    decode_to_sender,
-    encode,
 )
 from kvferry.kv_transfer.transport import Channel, Inlet, Outlet
 
@@ -49,6 +47,8 @@ class LinkOptions:
     """Slab memory of a receiver, all links together."""
     expected_links: int = 8
     """Links among which a receiver's slab memory is to be shared out."""
+    spare_slabs: int = 4
+    """Slabs of a link, half of them at most, that its sender may hold for whatever it has next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -76,7 +76,8 @@ class Lease:
 
     def has(self, rank: int, header: SlabHeader) -> bool:
         """Whether this very slab has arrived."""
-        return self.coverage.moves.get((rank, header.index)) == header.move
+        known = self.coverage.moves.get((rank, header.index))
+        return known is not None and known == header.move
 
     def fault(self, header: SlabHeader) -> str | None:
         """Why a slab cannot be part of it, None when it can."""

@@ -9,8 +9,7 @@ offers for it first.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 
 from kvferry.core.ids import AttemptKey, LeaseId
@@ -25,11 +24,9 @@ from kvferry.kv_transfer.jobs import (
 from kvferry.kv_transfer.layout import KvLayout, Span
 from kvferry.kv_transfer.lease import Lease
 from kvferry.kv_transfer.messages import Offer, SlabHeader
+from kvferry.kv_transfer.news import Changing, News
 from kvferry.kv_transfer.states import Event, State, advance
 from kvferry.kv_transfer.verdicts import Answer, Outcome, Source, Verdict
-
-_News = list[Callable[[], None]]
-"""What to tell others once the lock is free."""
 
 
 class LeaseTable:
@@ -236,7 +233,7 @@ class LeaseTable:
             self._copied(lease, news)
             return lease.num_scatters
 
-    def _copied(self, lease: Lease, news: _News) -> bool:
+    def _copied(self, lease: Lease, news: News) -> bool:
         """A scatter has returned. Whether the lease lives on."""
         lease.num_scatters += 1
         news += lease.waiting
@@ -264,7 +261,7 @@ class LeaseTable:
                 self.counters.tally(Tally.RESEND)
                 return self._count(Verdict(Answer.RESEND, Reason.DAMAGED))
 
-    def _mismatch(self, lease: Lease, fault: str, news: _News) -> Verdict:
+    def _mismatch(self, lease: Lease, fault: str, news: News) -> Verdict:
         self._end(lease, Event.FAIL, lease.failed(Reason.MISMATCH, fault), news)
         return self._count(Verdict(Answer.ABORT, Reason.MISMATCH, fault))
 
@@ -279,25 +276,19 @@ class LeaseTable:
             self.counters.drop(verdict.reason)
         return verdict
 
-    def _end(self, lease: Lease, event: Event, ending: ReceiveEvent, news: _News) -> None:
+    def _end(self, lease: Lease, event: Event, ending: ReceiveEvent, news: News) -> None:
         """The first ending counts, and waits for a scatter that runs."""
         lease.ending = lease.ending or ending
         lease.state = advance(lease.state, event)
         if lease.state.is_ended:
             self._bury(lease, news)
 
-    def _bury(self, lease: Lease, news: _News) -> None:
+    def _bury(self, lease: Lease, news: News) -> None:
         assert lease.ending is not None, lease.state
         del self._leases[lease.job.lease]
         self._ended.remember(lease.job.lease, lease.job.key, lease.state)
         news.append(partial(self._on_event, lease.ending))
         news += lease.watchers
 
-    @contextmanager
-    def _changing(self) -> Iterator[_News]:
-        """The lock; what is put on the list is called once it is free."""
-        news: _News = []
-        with self._lock:
-            yield news
-        for tell in news:
-            tell()
+    def _changing(self) -> Changing:
+        return Changing(self._lock)

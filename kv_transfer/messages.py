@@ -1,4 +1,5 @@
-"""The messages of a link's control channel: msgpack, one tagged struct per frame, and its checksum.
+"""The messages of a link's control channel: msgpack, one tagged struct per frame or
+several, and a checksum.
 
     receiver                          sender
       Challenge         ->
@@ -6,6 +7,7 @@
       Welcome | Refused ->                             so does the receiver; memory changes hands
                         <-            Offer            slabs stand ready for a lease
       Credit            ->                             one slab of memory, granted once
+      Spare             ->                             the same, ahead of an offer
                         <-            Header           the slab is filled; what is in it
       Pull              ->                             push it now (pulled data paths alone)
       Ack | Resend      ->                             verified; or damaged: fill it again
@@ -18,26 +20,25 @@
 
 A ``grant`` is a number unique on its link: a slab's memory is given, used once and taken back under
 it, so that a late message about an earlier use of the same memory is known as such. Ack and Resend
-end a grant; after a Resend a new Credit comes unasked, for the damaged slab first of all.
+end a grant; after a Resend a new Credit comes unasked, for the damaged slab first of all. A Spare
+saves the next lease the wait for its Credit: the sender fills it for whichever has a slab ready,
+and offers only what has no memory then.
 
 The headers of a rank's part leave in the order of their indices, but for those sent again.
 """
 
 from __future__ import annotations
 
-import struct
-import zlib
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import msgspec
 
-from kvferry.core.errors import ProtocolError
 from kvferry.core.ids import AttemptKey
 from kvferry.kv_transfer.jobs import Reason
 from kvferry.kv_transfer.layout import Span
 from kvferry.kv_transfer.plan import SlabMove
 
-PROTOCOL = 3
+PROTOCOL = 4
 MAX_FRAME = 1 << 20
 """Bytes of a frame at most."""
 MAX_HANDSHAKE_FRAME = 1024
@@ -46,6 +47,8 @@ MAX_LINK_BYTES = 4 << 30
 """Slab memory of a link at most: what a receiver may have a sender set aside."""
 MAX_TILES = 65_536
 MAX_TEXT = 200
+MAX_MESSAGES = 64
+"""In one frame."""
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Nonce = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
@@ -106,6 +109,13 @@ class Credit(Message, frozen=True):
     grant: Count
 
 
+class Spare(Message, frozen=True):
+    """A Credit for whichever lease has a slab ready next."""
+
+    slab: Count
+    grant: Count
+
+
 class SlabHeader(Message, frozen=True):
     """What a slab holds: all of it is checked against the lease before a byte is written."""
 
@@ -113,9 +123,9 @@ class SlabHeader(Message, frozen=True):
     lease: Count
     index: Count
     """Counts the slabs of this rank's part from 0."""
-    layers: tuple[Count, Count]
-    heads: tuple[Count, Count]
-    tokens: tuple[Count, Count]
+    layers: Span
+    heads: Span
+    tokens: Span
     wire: Text
     """Element type."""
     chain_hash: Hash
@@ -124,8 +134,7 @@ class SlabHeader(Message, frozen=True):
 
     @property
     def move(self) -> SlabMove:
-        layers, heads, tokens = Span(*self.layers), Span(*self.heads), Span(*self.tokens)
-        return SlabMove(self.index, layers, heads, tokens, self.nbytes)
+        return SlabMove(self.index, self.layers, self.heads, self.tokens, self.nbytes)
 
 
 class Header(Message, frozen=True):
@@ -211,57 +220,19 @@ class Beat(Message, frozen=True):
 
 
 ToSender = (
-    Challenge | Welcome | Refused | Credit | Pull | Ack | Resend | Missing | Complete | Abort | Beat
+    Challenge
+    | Welcome
+    | Refused
+    | Credit
+    | Spare
+    | Pull
+    | Ack
+    | Resend
+    | Missing
+    | Complete
+    | Abort
+    | Beat
 )
 ToReceiver = Proof | Offer | Filling | Header | Return | Abort | Beat | Measure | Sample
 PROBE_LEASE = 0
 """No lease of a worker has this id: leases count from 1."""
-
-
-class _Tag(msgspec.Struct, frozen=True):
-    type: str
-
-
-_CHECKSUM = struct.Struct("!I")
-_tag = msgspec.msgpack.Decoder(_Tag)
-_encoder = msgspec.msgpack.Encoder()
-_to_sender: msgspec.msgpack.Decoder[ToSender] = msgspec.msgpack.Decoder(ToSender)
-_to_receiver: msgspec.msgpack.Decoder[ToReceiver] = msgspec.msgpack.Decoder(ToReceiver)
-_Kind = TypeVar("_Kind")
-
-
-def encode(message: Message) -> bytes:
-    """A frame: the message, and a checksum of it. The network's own lets some damage pass, and a
-    header with another token range would carry good bytes to the wrong place.
-    """
-    body = _encoder.encode(message)
-    return body + _CHECKSUM.pack(zlib.crc32(body))
-
-
-def tag_of(frame: bytes) -> str:
-    """The tag of the message in a frame, unchecked; empty when there is none."""
-    try:
-        return _tag.decode(frame[: -_CHECKSUM.size]).type
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return ""
-
-
-def decode_to_sender(frame: bytes) -> ToSender:
-    """Raises ProtocolError for anything but one message that a receiver may send."""
-    return decode(_to_sender, frame)
-
-
-def decode_to_receiver(frame: bytes) -> ToReceiver:
-    """Raises ProtocolError for anything but one message that a sender may send."""
-    return decode(_to_receiver, frame)
-
-
-def decode(decoder: msgspec.msgpack.Decoder[_Kind], frame: bytes) -> _Kind:
-    """Raises ProtocolError for anything but one message that the decoder knows."""
-    body = memoryview(frame)[: -_CHECKSUM.size]
-    if zlib.crc32(body).to_bytes(_CHECKSUM.size, "big") != frame[len(body) :]:
-        raise ProtocolError("not a message of a KV link: its checksum is wrong")
-    try:
-        return decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"not a message of a KV link: {error}") from None

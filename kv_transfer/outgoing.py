@@ -94,15 +94,15 @@ class Transfer:
     """Decided; delivered once the state is one of the end."""
     followed_from: int | None = None
     """Bytes from which on its slabs are such as a receiver scatters while they are filled."""
+    nbytes: int = field(init=False)
+    """All that is owed, computed or not."""
     _cutters: tuple[Cutter, ...] = ()
     _seen: Progress | None = None
 
-    @property
-    def nbytes(self) -> int:
-        """All that is owed, computed or not."""
+    def __post_init__(self) -> None:
         owed = self.owed
         token_bytes = sum(part.token_bytes(owed.head_bytes) for part in owed.parts)
-        return self.job.tokens.length * token_bytes
+        self.nbytes = self.job.tokens.length * token_bytes
 
     @property
     def is_live(self) -> bool:

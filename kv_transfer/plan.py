@@ -272,12 +272,12 @@ class Coverage:
     moves: dict[tuple[int, int], SlabMove] = field(default_factory=dict)
     """By (sender's rank, index)."""
     nbytes: int = 0
+    expected_nbytes: int = field(init=False)
     _tokens: dict[int, dict[Span, _Spans]] = field(default_factory=dict)
     """By layer and head range, so that a check costs the same however much has arrived."""
 
-    @property
-    def expected_nbytes(self) -> int:
-        return self.tokens.length * self.shard.token_bytes(self.head_bytes)
+    def __post_init__(self) -> None:
+        self.expected_nbytes = self.tokens.length * self.shard.token_bytes(self.head_bytes)
 
     @property
     def complete(self) -> bool:
@@ -293,7 +293,9 @@ class Coverage:
             return "range outside the transfer"
         if move.nbytes != slab_nbytes(self.head_bytes, move.layers, move.heads, move.tokens):
             return "size does not fit the range"
-        for layer in range(*move.layers):
+        if self.complete:
+            return "range overlaps another slab"
+        for layer in range(*move.layers) if self._tokens else ():
             for heads, arrived in self._tokens.get(layer, {}).items():
                 if heads.overlaps(move.heads) and arrived.overlaps(move.tokens):
                     return "range overlaps another slab"
@@ -303,6 +305,9 @@ class Coverage:
         """Count a move, checked by ``fault``, as arrived."""
         self.moves[source_rank, move.index] = move
         self.nbytes += move.nbytes
+        if self.complete:
+            # Nothing is left that these would tell apart.
+            return
         for layer in range(*move.layers):
             by_heads = self._tokens.setdefault(layer, {})
             by_heads.setdefault(move.heads, _Spans()).add(move.tokens)

@@ -18,6 +18,7 @@ import numpy as np
 import xxhash
 
 from kvferry.core.errors import LinkLost, ProtocolError
+from kvferry.kv_transfer.frames import all_to_sender, encode
 from kvferry.kv_transfer.handshake import Greeted, LinkOptions, introduce
 from kvferry.kv_transfer.messages import (
     Ack,
@@ -28,8 +29,7 @@ from kvferry.kv_transfer.messages import (
     Pull,
     Resend,
     Sample,
-    decode_to_sender,
-    encode,
+    ToSender,
 )
 from kvferry.kv_transfer.transport import Channel, Connect, Slab
 
@@ -215,7 +215,10 @@ class _Probe:
                 self._handle(frame)
 
     def _handle(self, frame: bytes) -> None:
-        message = decode_to_sender(frame)
+        for message in all_to_sender(frame):
+            self._handle_one(message)
+
+    def _handle_one(self, message: ToSender) -> None:
         match message:
             case Credit():
                 if message.slab >= self._num_slabs:

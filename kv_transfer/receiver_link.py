@@ -15,6 +15,7 @@ from collections.abc import Callable
 from kvferry.core.errors import LinkLost, ProtocolError
 from kvferry.core.ids import AttemptKey, LeaseId
 from kvferry.kv_transfer.counters import Tally
+from kvferry.kv_transfer.frames import all_to_receiver
 from kvferry.kv_transfer.grants import Grants
 from kvferry.kv_transfer.handshake import Admitted, LinkOptions
 from kvferry.kv_transfer.jobs import Reason
@@ -29,7 +30,6 @@ from kvferry.kv_transfer.messages import (
     Filling,
     Header,
     Measure,
-    Message,
     Missing,
     Offer,
     Proof,
@@ -37,11 +37,11 @@ from kvferry.kv_transfer.messages import (
     Resend,
     Return,
     Sample,
-    decode_to_receiver,
-    encode,
+    ToReceiver,
 )
+from kvferry.kv_transfer.outbox import Outbox
 from kvferry.kv_transfer.pulse import Pulse
-from kvferry.kv_transfer.receiver_probes import LinkProbe, ProbeTurn, sample_digest
+from kvferry.kv_transfer.receiver_probes import LinkProbe, ProbeTurn
 from kvferry.kv_transfer.scatter import Scatter
 from kvferry.kv_transfer.transport import Channel
 from kvferry.kv_transfer.verdicts import Answer, Source, Verdict
@@ -71,19 +71,22 @@ class ReceiverLink:
         self._counters = leases.counters
         self._options = options
         self._clock = clock
-        self._is_device = admitted.inlet.is_device
         self._grants = Grants(admitted.inlet, admitted.num_slabs, admitted.slab_bytes, clock)
         self._source = Source(admitted.peer, admitted.rank, channel.transport, self._leases_moved)
         self._scatter = Scatter(memory, leases, self._source, admitted.digest, clock)
         self._wants = Wants()
         self._offered: dict[LeaseId, AttemptKey] = {}
         """Leases whose sender has not been told of their end."""
-        self._probe = LinkProbe(probes, self._grants, channel.wake)
+        self._probe = LinkProbe(probes, self._grants, channel.wake, admitted.inlet.is_device)
+        self._num_spare = 0
+        """Slabs that the sender is to hold ahead of its offers, once it has made one."""
+        self._most_spare = min(options.spare_slabs, admitted.num_slabs // 2)
         self._has_news = False
         self._retired = False
         self.idle_since_s: float | None = clock()
         """Since when nothing has been granted and nothing wanted. Any thread may read it."""
         self._pulse = Pulse(options, clock)
+        self._outbox = Outbox(channel, self._pulse, options.silence_s)
 
     def retire(self) -> None:
         """End soon, as if the peer were lost. Any thread may call it."""
@@ -110,9 +113,13 @@ class ReceiverLink:
         self._grants.close()
 
     def handle(self, frame: bytes) -> None:
-        """Take in a message; ``turn`` must follow. Raises LinkLost, ProtocolError."""
-        message = decode_to_receiver(frame)
+        """Take in messages; ``turn`` must follow. Raises LinkLost, ProtocolError."""
+        messages = all_to_receiver(frame)
         self._pulse.heard()
+        for message in messages:
+            self._handle(message)
+
+    def _handle(self, message: ToReceiver) -> None:
         match message:
             case Offer():
                 self._offer(message)
@@ -143,6 +150,20 @@ class ReceiverLink:
             raise LinkLost("another link takes this one's place")
         if self._pulse.is_doubtful():
             return 0.0
+        self._work()
+        if self._wants or self._probe.is_running or not self._grants.is_idle:
+            self.idle_since_s = None
+        elif self.idle_since_s is None:
+            self.idle_since_s = self._clock()
+        timeout_s = self._options.progress_timeout_s
+        overdue_in_s = self._grants.overdue_in_s(UNUSED_TIMEOUTS * timeout_s, timeout_s)
+        if self._pulse.needs_beat():
+            self._outbox.put(Beat())
+        self._outbox.flush()
+        return max(0.0, min(overdue_in_s, self._pulse.wait_s()))
+
+    def _work(self) -> None:
+        """All that is due but for what a clock brings."""
         for message in self._grants.filled():
             if self._grants.has_landed(message):
                 self._take_in(message)
@@ -153,15 +174,6 @@ class ReceiverLink:
             self._has_news = False
             self._tell_ended()
         self._grant()
-        if self._wants or self._probe.is_running or not self._grants.is_idle:
-            self.idle_since_s = None
-        elif self.idle_since_s is None:
-            self.idle_since_s = self._clock()
-        timeout_s = self._options.progress_timeout_s
-        overdue_in_s = self._grants.overdue_in_s(UNUSED_TIMEOUTS * timeout_s, timeout_s)
-        if self._pulse.needs_beat():
-            self._send(Beat())
-        return max(0.0, min(overdue_in_s, self._pulse.wait_s()))
 
     def _leases_moved(self) -> None:
         """Some lease of this link ended, or may be scattered to again. Any thread calls it."""
@@ -175,9 +187,17 @@ class ReceiverLink:
             self._answer_ended(offer.key, lease, verdict)
             return
         self._offered[lease] = offer.key
+        self._num_spare = self._most_spare
+        if offer.slabs:
+            # Whoever holds spare slabs uses them first: those of long ago must have been lost.
+            for spare in self._grants.again(self._options.progress_timeout_s):
+                self._outbox.put(spare)
         self._wants.offer(lease, offer.key, offer.slabs)
 
     def _filling(self, message: Filling) -> None:
+        # The slab before it counts as followed until another one is; and its Ack must not wait.
+        self._work()
+        self._outbox.flush()
         shared = self._grants.being_filled(message)
         if shared is not None:
             self._scatter.follow(message, *shared)
@@ -186,7 +206,7 @@ class ReceiverLink:
         header = message.header
         gap = self._leases.gap(self._source, header)
         if gap is not None:
-            self._send(Missing(lease=header.lease, begin=gap.begin, end=gap.end))
+            self._outbox.put(Missing(lease=header.lease, begin=gap.begin, end=gap.end))
         news = self._grants.fill(LeaseId(header.lease), message)
         if news:
             return
@@ -208,12 +228,12 @@ class ReceiverLink:
                 self._reply(message, refusal)
                 return
         self._grants.pull(message)
-        self._send(Pull(slab=message.slab, grant=message.grant))
+        self._outbox.put(Pull(slab=message.slab, grant=message.grant))
 
     def _take_in(self, message: Header | Sample) -> None:
         """Bring a slab whose bytes are here as far as it gets now."""
         if isinstance(message, Sample):
-            self._sample(message)
+            self._outbox.put(self._probe.take_in(message, self._counters))
             return
         slab = self._grants.bytes_of(message)
         verdict = self._leases.claim(self._source, message.header)
@@ -227,32 +247,21 @@ class ReceiverLink:
         self._grants.take_back(message.slab, message.grant)
         self._reply(message, verdict)
 
-    def _sample(self, message: Sample) -> None:
-        kind: type[Ack | Resend] = Ack
-        if message.digest:
-            digest = sample_digest(self._grants.bytes_of(message), self._is_device)
-            if digest != message.digest:
-                self._counters.tally(Tally.PROBE_DAMAGED)
-                kind = Resend
-        self._counters.tally(Tally.PROBE)
-        self._grants.take_back(message.slab, message.grant)
-        self._send(kind(lease=PROBE_LEASE, index=message.index, grant=message.grant))
-
     def _reply(self, message: Header, verdict: Verdict) -> None:
         header, lease = message.header, LeaseId(message.header.lease)
         match verdict.answer:
             case Answer.ACK:
                 if verdict.is_last:
                     self._forget(header.key, lease)
-                self._send(Ack(lease=lease, index=header.index, grant=message.grant))
+                self._outbox.put(Ack(lease=lease, index=header.index, grant=message.grant))
             case Answer.RESEND:
                 self._wants.add_again(lease, header.key)
-                self._send(Resend(lease=lease, index=header.index, grant=message.grant))
+                self._outbox.put(Resend(lease=lease, index=header.index, grant=message.grant))
             case _:
                 self._answer_ended(header.key, lease, verdict)
 
     def _grant(self) -> None:
-        """Hand free slabs to the leases in turn; a probe gets what they leave."""
+        """Hand free slabs to the leases in turn; a probe, and what comes next, get what is left."""
         while self._grants.num_free and self._wants:
             lease, key = self._wants.first()
             refusal = self._leases.refusal(self._source, key, lease)
@@ -260,10 +269,14 @@ class ReceiverLink:
                 self._answer_ended(key, lease, refusal)
                 continue
             self._wants.served(lease)
-            self._send(self._grants.give(lease))
+            self._outbox.put(self._grants.give(lease))
         if self._probe.is_running and not self._wants:
             for credit in self._probe.grant():
-                self._send(credit)
+                self._outbox.put(credit)
+        if self._outbox or not self._grants.num_spare:
+            # They ride on what is said anyway, unless there is none left.
+            for spare in self._grants.give_spares(self._num_spare):
+                self._outbox.put(spare)
 
     def _aborted(self, message: Abort) -> None:
         lease = LeaseId(message.lease)
@@ -287,11 +300,7 @@ class ReceiverLink:
     def _answer_ended(self, key: AttemptKey, lease: LeaseId, verdict: Verdict) -> None:
         self._forget(key, lease)
         if verdict.answer is Answer.COMPLETE:
-            self._send(Complete(key=key, lease=lease))
+            self._outbox.put(Complete(key=key, lease=lease))
         else:
             reason = verdict.reason or Reason.ENDED
-            self._send(Abort(key=key, lease=lease, reason=reason, detail=verdict.detail))
-
-    def _send(self, message: Message) -> None:
-        self._channel.send(encode(message), self._options.silence_s)
-        self._pulse.sent()
+            self._outbox.put(Abort(key=key, lease=lease, reason=reason, detail=verdict.detail))

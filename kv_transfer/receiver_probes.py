@@ -9,8 +9,9 @@ from typing import Any
 import xxhash
 
 from kvferry.core.ids import LeaseId
+from kvferry.kv_transfer.counters import Counters, Tally
 from kvferry.kv_transfer.grants import Grants
-from kvferry.kv_transfer.messages import PROBE_LEASE, Credit
+from kvferry.kv_transfer.messages import PROBE_LEASE, Ack, Credit, Resend, Sample
 from kvferry.kv_transfer.transport import Slab
 
 TURN_S = 2.0
@@ -56,10 +57,13 @@ class ProbeTurn:
 class LinkProbe:
     """What one link owes its peer's probe; all of it belongs to the link's thread."""
 
-    def __init__(self, turn: ProbeTurn, grants: Grants, wake: Callable[[], None]) -> None:
+    def __init__(
+        self, turn: ProbeTurn, grants: Grants, wake: Callable[[], None], is_device: bool
+    ) -> None:
         self._turn = turn
         self._grants = grants
         self._wake = wake
+        self._is_device = is_device
         self._slabs = 0
         # Where there are two slabs, one stays free for the next transfer.
         self._spare = min(1, grants.num_free - 1)
@@ -79,6 +83,18 @@ class LinkProbe:
                 self._slabs -= 1
                 credits.append(self._grants.give(LeaseId(PROBE_LEASE)))
         return credits
+
+    def take_in(self, sample: Sample, counters: Counters) -> Ack | Resend:
+        """The answer to a sample whose bytes are here; its slab is free."""
+        kind: type[Ack | Resend] = Ack
+        if sample.digest:
+            digest = sample_digest(self._grants.bytes_of(sample), self._is_device)
+            if digest != sample.digest:
+                counters.tally(Tally.PROBE_DAMAGED)
+                kind = Resend
+        counters.tally(Tally.PROBE)
+        self._grants.take_back(sample.slab, sample.grant)
+        return kind(lease=PROBE_LEASE, index=sample.index, grant=sample.grant)
 
     def close(self) -> None:
         """Let others have their turn."""

@@ -95,7 +95,7 @@ class KvSender:
 
     def begin(self, job: SendJob) -> None:
         """Begin a transfer of which nothing is computed yet; its terminal event follows, at once
-        when this rank owes that rank nothing. Does not wait.
+        when this rank owes that rank nothing. Does not wait, nor wake the link: ``computed`` does.
 
         Raises ValueError when the attempt is being sent to that rank already, RuntimeError after
         close.
@@ -199,7 +199,6 @@ class KvSender:
         entry = self._links.get(peer)
         if entry is not None:
             entry.link.post(transfer)
-            entry.link.wake()
             return True
         entry = _LinkThread(self, peer, SenderLink(*peer, self._parts))
         entry.link.post(transfer)

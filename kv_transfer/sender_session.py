@@ -14,6 +14,7 @@ from typing import Protocol
 
 from kvferry.core.errors import ProtocolError, TransferFailed
 from kvferry.core.ids import AttemptKey
+from kvferry.kv_transfer.frames import all_to_sender
 from kvferry.kv_transfer.handshake import Greeted, LinkOptions
 from kvferry.kv_transfer.jobs import Reason, SendAborted, SendFailed
 from kvferry.kv_transfer.memory import KvMemory
@@ -24,17 +25,18 @@ from kvferry.kv_transfer.messages import (
     Beat,
     Complete,
     Credit,
-    Message,
     Missing,
     Offer,
     Pull,
     Resend,
-    decode_to_sender,
-    encode,
+    Spare,
+    ToSender,
 )
+from kvferry.kv_transfer.outbox import Outbox
 from kvferry.kv_transfer.outgoing import Transfer, TransferTable
 from kvferry.kv_transfer.pulse import Pulse
 from kvferry.kv_transfer.sender_slabs import GrantedSlabs
+from kvferry.kv_transfer.states import State
 from kvferry.kv_transfer.transport import Channel
 
 POLL_S = 0.002
@@ -74,15 +76,17 @@ class SenderSession:
         self._table = table
         self._options = options
         self._clock = clock
-        self._slabs = GrantedSlabs(
-            greeted, memory, table, self._send, clock, options.progress_timeout_s
-        )
         self._pulse = Pulse(options, clock)
+        self._outbox = Outbox(channel, self._pulse, options.silence_s)
+        self._slabs = GrantedSlabs(
+            greeted, memory, table, self._outbox, clock, options.progress_timeout_s
+        )
         self._sweep_s = -math.inf
         self.has_moved = False
         """Whether the receiver has verified anything that came this way."""
         for transfer in self._transfers.values():
             self._offer(transfer)
+        self._outbox.flush()
 
     def turn(self) -> float:
         """Do all that is due. Seconds until it wants to be called again.
@@ -102,18 +106,24 @@ class SenderSession:
         if now >= self._sweep_s:
             self._sweep_s = now + self._sweep()
         if self._pulse.needs_beat():
-            self._send(Beat())
+            self._outbox.put(Beat())
+        self._outbox.flush()
         if self._slabs.in_flight:
             return POLL_S
         return max(0.0, min(self._sweep_s - now, self._pulse.wait_s()))
 
     def handle(self, frame: bytes) -> None:
-        """Act on a message. Raises ProtocolError for one that is out of place."""
+        """Act on messages; ``turn`` must follow. Raises ProtocolError for one out of place."""
         self._pulse.heard()
-        message = decode_to_sender(frame)
+        for message in all_to_sender(frame):
+            self._handle(message)
+
+    def _handle(self, message: ToSender) -> None:
         match message:
             case Credit():
                 self._credit(message)
+            case Spare():
+                self._spare(message)
             case Pull():
                 self._slabs.pull(message)
             case Ack():
@@ -161,13 +171,14 @@ class SenderSession:
                 self._look_soon()
 
     def _offer(self, transfer: Transfer) -> None:
-        """Say how many slabs stand ready, if any."""
+        """Give the slabs that stand ready what is spare, and say how many are left without."""
         if not transfer.unsent or not self._table.offer(transfer):
             return
+        self._slabs.use_spares(transfer)
         transfer.account.transport = self._channel.transport
         transfer.count_starving(self._clock())
         job = transfer.job
-        self._send(
+        self._outbox.put(
             Offer(
                 key=job.key,
                 lease=job.lease,
@@ -178,7 +189,7 @@ class SenderSession:
         )
 
     def _credit(self, credit: Credit) -> None:
-        if not self._slabs.is_new(credit):
+        if not self._slabs.credits.is_new(credit):
             return
         transfer = self._live(credit.lease)
         if transfer is None or not transfer.unsent:
@@ -188,6 +199,18 @@ class SenderSession:
         self._slabs.grant(credit, transfer)
         transfer.count_starving(self._clock())
 
+    def _spare(self, spare: Spare) -> None:
+        """For a slab that waits, be it of a transfer that has asked for a credit too."""
+        if not self._slabs.credits.is_new(spare):
+            return
+        self._slabs.credits.keep(spare)
+        for transfer in self._transfers.values():
+            if transfer.unsent and transfer.state is State.OFFERED:
+                self._table.moved(transfer)
+                self._slabs.use_spares(transfer)
+                transfer.count_starving(self._clock())
+                return
+
     def _ack(self, ack: Ack) -> None:
         transfer = self._slabs.settle(ack)
         if transfer is None:
@@ -196,7 +219,8 @@ class SenderSession:
         self._table.moved(transfer)
         transfer.ack(ack.index)
         if transfer.is_acked:
-            self._succeed(transfer)
+            self._table.succeed(transfer)
+            self._look_soon()
 
     def _resend(self, resend: Resend) -> None:
         """The slab was damaged: it is the next to be granted."""
@@ -223,13 +247,9 @@ class SenderSession:
         if transfer.is_whole:
             for index in range(len(transfer.slabs)):
                 transfer.ack(index)
-            self._succeed(transfer)
+            self._table.succeed(transfer)
         else:
             self._table.fail(transfer, Reason.MISMATCH, "complete before all was sent")
-            self._look_soon()
-
-    def _succeed(self, transfer: Transfer) -> None:
-        self._table.succeed(transfer)
         self._look_soon()
 
     def _live(self, lease: int, key: AttemptKey | None = None) -> Transfer | None:
@@ -275,10 +295,6 @@ class SenderSession:
             reason, detail = Reason.ABORTED, ""
             if isinstance(ending, SendFailed):
                 reason, detail = ending.reason, ending.detail[:MAX_TEXT]
-            self._send(Abort(key=job.key, lease=job.lease, reason=reason, detail=detail))
+            self._outbox.put(Abort(key=job.key, lease=job.lease, reason=reason, detail=detail))
         self._slabs.drop(transfer)
         self._slabs.land()
-
-    def _send(self, message: Message) -> None:
-        self._channel.send(encode(message), self._options.silence_s)
-        self._pulse.sent()

@@ -16,6 +16,7 @@ from enum import Enum, auto
 
 from kvferry.core.errors import LinkLost, ProtocolError
 from kvferry.kernels.kv_pack.progress import Progress
+from kvferry.kv_transfer.credits import Credits
 from kvferry.kv_transfer.handshake import Greeted
 from kvferry.kv_transfer.jobs import Reason
 from kvferry.kv_transfer.memory import Form, KvMemory
@@ -24,12 +25,13 @@ from kvferry.kv_transfer.messages import (
     Credit,
     Filling,
     Header,
-    Message,
     Pull,
     Resend,
     Return,
     SlabHeader,
+    Spare,
 )
+from kvferry.kv_transfer.outbox import Outbox
 from kvferry.kv_transfer.outgoing import Ready, Transfer, TransferTable
 from kvferry.kv_transfer.plan import SlabMove, slab_nbytes
 
@@ -61,7 +63,7 @@ class GrantedSlabs:
         greeted: Greeted,
         memory: KvMemory,
         table: TransferTable,
-        send: Callable[[Message], None],
+        outbox: Outbox,
         clock: Callable[[], float],
         stuck_s: float,
     ) -> None:
@@ -70,11 +72,10 @@ class GrantedSlabs:
         self._digest = greeted.digest
         self._memory = memory
         self._table = table
-        self._send = send
+        self._outbox = outbox
         self._clock = clock
         self._stuck_s = stuck_s
-        self._last_grants = [0] * greeted.num_slabs
-        """The newest of each slab."""
+        self.credits = Credits(greeted.num_slabs)
         self._held: dict[int, GrantedSlab] = {}
         """By grant."""
         self._to_pack: deque[GrantedSlab] = deque()
@@ -90,19 +91,12 @@ class GrantedSlabs:
             held.stage is Stage.FLYING for held in self._held.values()
         )
 
-    def is_new(self, credit: Credit) -> bool:
-        """Whether this credit, or a later one for its slab, did not come before.
+    def use_spares(self, transfer: Transfer) -> None:
+        """Give memory that was granted ahead to the slabs of a transfer."""
+        while transfer.unsent and (spare := self.credits.take()) is not None:
+            self.grant(spare, transfer)
 
-        Raises ProtocolError for a slab that is not there.
-        """
-        if credit.slab >= len(self._last_grants):
-            raise ProtocolError(f"a credit for slab {credit.slab} of {len(self._last_grants)}")
-        if credit.grant <= self._last_grants[credit.slab]:
-            return False
-        self._last_grants[credit.slab] = credit.grant
-        return True
-
-    def grant(self, credit: Credit, transfer: Transfer) -> None:
+    def grant(self, credit: Credit | Spare, transfer: Transfer) -> None:
         """Give memory to the next slab of a transfer that has one ready."""
         held = GrantedSlab(credit.slab, credit.grant, transfer, transfer.unsent.popleft())
         self._held[credit.grant] = held
@@ -110,7 +104,7 @@ class GrantedSlabs:
 
     def give_back(self, credit: Credit) -> None:
         """A credit that is not used."""
-        self._send(Return(slab=credit.slab, grant=credit.grant))
+        self._outbox.put(Return(slab=credit.slab, grant=credit.grant))
 
     def pack(self) -> bool:
         """Fill the granted slabs, while the data path moves those before them.
@@ -164,7 +158,7 @@ class GrantedSlabs:
             if self._is_flying(held):
                 staying.append(held)
             else:
-                self._send(Return(slab=held.slab, grant=held.grant))
+                self._outbox.put(Return(slab=held.slab, grant=held.grant))
         self._leaving = staying
 
     def _is_flying(self, held: GrantedSlab) -> bool:
@@ -195,7 +189,7 @@ class GrantedSlabs:
     def announce(self, held: GrantedSlab) -> None:
         """Send a header, or send it again; nothing happens to a slab that is still in flight."""
         if held.stage is Stage.SENT and held.header is not None:
-            self._send(held.header)
+            self._outbox.put(held.header)
 
     def drop(self, transfer: Transfer) -> None:
         """A transfer has ended: give its slabs back, as soon as may be."""
@@ -236,6 +230,7 @@ class GrantedSlabs:
         slab = self._outlet.slab(held.slab)[: move.nbytes]
         started_s = self._clock()
         progress = self._progress(held, ready)
+        self._outbox.flush()
         digests = self._memory.pack(job.blocks, move, form, slab, ready.after, progress)
         busy_s = self._clock() - started_s
         account.busy_s += busy_s
@@ -265,7 +260,7 @@ class GrantedSlabs:
         if by is None:
             return None
         header = _header(held.transfer, ready, [])
-        self._send(Filling(slab=held.slab, grant=held.grant, header=header))
+        self._outbox.put(Filling(slab=held.slab, grant=held.grant, header=header))
         return Progress(by, held.grant)
 
     def _depart(self, held: GrantedSlab) -> None:
@@ -274,7 +269,7 @@ class GrantedSlabs:
         if self._outlet.is_pulled:
             self._announced[held.slab] = (held.grant, held.header.header.nbytes)
             held.stage = Stage.SENT
-            self._send(held.header)
+            self._outbox.put(held.header)
         else:
             self._push(held)
 

@@ -6,6 +6,7 @@ Shapes: R rows (K and V of each layer in turn), S slots, H heads of the cache.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -86,10 +87,16 @@ class HostCache:
                 raise ValueError(f"{name}: [{begin}, {end}) is not within [0, {count})")
         if move.wire in QUANTISED_TYPES and self.head_dim % WORD_BYTES:
             raise ValueError(f"wire: {self.head_dim} of {move.wire} are no whole 32-bit words")
-        return SlabShape(
-            rows=2 * (move.layers[1] - move.layers[0]),
-            tokens=move.tokens[1] - move.tokens[0],
-            heads=move.heads[1] - move.heads[0],
-            head_dim=self.head_dim,
-            dtype=move.wire,
+        return _shape(
+            2 * (move.layers[1] - move.layers[0]),
+            move.tokens[1] - move.tokens[0],
+            move.heads[1] - move.heads[0],
+            self.head_dim,
+            move.wire,
         )
+
+
+@lru_cache(maxsize=1024)
+def _shape(rows: int, tokens: int, heads: int, head_dim: int, dtype: torch.dtype) -> SlabShape:
+    """Shared by the moves of equal shape, which are most."""
+    return SlabShape(rows=rows, tokens=tokens, heads=heads, head_dim=head_dim, dtype=dtype)

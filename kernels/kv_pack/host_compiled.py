@@ -34,6 +34,9 @@ TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8_
 LANES = {0: "plain C", 1: "AVX2", 2: "AVX-512"}
 
 
+_Byte = ctypes.c_char
+
+
 class _Tensor(ctypes.Structure):
     _fields_ = (
         ("cache", ctypes.c_void_p),
@@ -171,7 +174,7 @@ class CompiledPack:
             cut.rows_per_tile,
         )
         digests = (ctypes.c_uint64 * cut.num_tiles)()
-        address = _address(np.frombuffer(slab, np.uint8))
+        address = ctypes.addressof(_Byte.from_buffer(slab))
         seed = move.slab_index << 32
         by = None
         if cache.dtype is not move.wire:
@@ -217,7 +220,7 @@ def _shared(progress: Progress) -> _Progress:
     by, patience_ns = progress.by, int(progress.patience_s * 1e9)
     if isinstance(by, Stream):
         return _Progress(None, progress.grant, patience_ns, by.fd, by.moved)
-    return _Progress(_address(np.frombuffer(by, np.uint64)), progress.grant, patience_ns)
+    return _Progress(ctypes.addressof(_Byte.from_buffer(by)), progress.grant, patience_ns)
 
 
 def _address(array: NDArray[Any]) -> int:

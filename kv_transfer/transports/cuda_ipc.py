@@ -21,7 +21,8 @@ import msgspec
 import torch
 
 from kvferry.core.errors import LinkLost, LinkRefused, ProtocolError
-from kvferry.kv_transfer.messages import MAX_HANDSHAKE_FRAME, Message, decode, encode
+from kvferry.kv_transfer.frames import decode, encode
+from kvferry.kv_transfer.messages import MAX_HANDSHAKE_FRAME, Message
 from kvferry.kv_transfer.transports.control import (
     SocketChannel,
     SocketListener,

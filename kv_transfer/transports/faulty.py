@@ -29,7 +29,8 @@ import math
 
 from kvferry.core.errors import LinkLost, LinkRefused
 from kvferry.kernels.kv_pack.progress import Stream
-from kvferry.kv_transfer.messages import MAX_FRAME, tag_of
+from kvferry.kv_transfer.frames import split, tag_of
+from kvferry.kv_transfer.messages import MAX_FRAME
 from kvferry.kv_transfer.transport import Channel, Connect, Inlet, Listener, Outlet, Slab
 from kvferry.kv_transfer.transports.faults import Fault, Faults, LinkFaults, Place, Side, flip
 
@@ -50,6 +51,11 @@ class FaultyChannel:
         self._outlet: FaultyOutlet | None = None
 
     def send(self, frame: bytes, timeout_s: float) -> None:
+        """Each message has its own fault."""
+        for one in split(frame):
+            self._send(one, timeout_s)
+
+    def _send(self, frame: bytes, timeout_s: float) -> None:
         self.pump()
         self.check()
         fault = self._link.fault_at(Place.SEND, tag_of(frame)) if self._opened else None

@@ -17,7 +17,8 @@ import msgspec
 import torch.distributed as dist
 
 from kvferry.core.errors import LinkLost, ProtocolError
-from kvferry.kv_transfer.messages import Message, Text, decode, encode
+from kvferry.kv_transfer.frames import decode, encode
+from kvferry.kv_transfer.messages import Message, Text
 from kvferry.kv_transfer.transport import Channel
 
 MAX_ENTRIES = 64

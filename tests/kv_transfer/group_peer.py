@@ -8,7 +8,8 @@ from __future__ import annotations
 import signal
 import sys
 
-from kvferry.kv_transfer.messages import Pull, decode_to_sender
+from kvferry.kv_transfer.frames import decode_to_sender
+from kvferry.kv_transfer.messages import Pull
 from kvferry.kv_transfer.transports.process_group import connect_gloo
 
 TIMEOUT_S = 30.0

@@ -33,7 +33,7 @@ from kvferry.kv_transfer.messages import (
 
 @pytest.fixture
 def link(make_pair) -> Iterator[ScriptedLink]:
-    pair = make_pair()
+    pair = make_pair(spare_slabs=0)
     pair.expect()
     with ScriptedLink(pair) as link:
         yield link

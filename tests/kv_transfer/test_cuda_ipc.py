@@ -18,7 +18,7 @@ import torch
 from fake_cuda import build_fake_cuda, fake_ipc_channel
 
 from kvferry.core.errors import LinkLost, LinkRefused, ProtocolError
-from kvferry.kv_transfer.messages import encode
+from kvferry.kv_transfer.frames import encode
 from kvferry.kv_transfer.transports.control import SocketListener, listen_unix
 from kvferry.kv_transfer.transports.cuda_driver import GRANULE, CudaDriver, CudaError
 from kvferry.kv_transfer.transports.cuda_ipc import IpcChannel, Shared, why_not_cuda_ipc

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from kvferry.kv_transfer.frames import decode_to_receiver, decode_to_sender, split
 from kvferry.kv_transfer.jobs import (
     Reason,
     ReceiveFailed,
     SendFailed,
 )
 from kvferry.kv_transfer.layout import Span
-from kvferry.kv_transfer.messages import (
-    MAX_FRAME,
-    Ack,
-    Header,
-    Message,
-    decode_to_receiver,
-    decode_to_sender,
-)
+from kvferry.kv_transfer.messages import MAX_FRAME, Ack, Header, Message
 
 pytestmark = pytest.mark.slow
 
@@ -37,20 +32,25 @@ class TamperedChannel:
         self.wake, self.close = channel.wake, channel.close
         self.transport = channel.transport
         self.outlet: Any = None
+        self._heard: deque[bytes] = deque()
 
     def open_outlet(self, *arguments: Any) -> Any:
         self.outlet = self._channel.open_outlet(*arguments)
         return self.outlet
 
     def send(self, frame: bytes, timeout_s: float) -> None:
-        for _ in range(self._outgoing(self, decode_to_receiver(frame))):
-            self._channel.send(frame, timeout_s)
+        for one in split(frame):
+            for _ in range(self._outgoing(self, decode_to_receiver(one))):
+                self._channel.send(one, timeout_s)
 
     def receive(self, timeout_s: float, limit: int = MAX_FRAME) -> bytes | None:
-        frame = self._channel.receive(timeout_s, limit)
-        if frame is not None and not self._incoming(self, decode_to_sender(frame)):
+        if not self._heard:
+            frame = self._channel.receive(timeout_s, limit)
+            self._heard += [] if frame is None else split(frame)
+        one = self._heard.popleft() if self._heard else None
+        if one is not None and not self._incoming(self, decode_to_sender(one)):
             return None
-        return frame
+        return one
 
 
 def clean(_channel: TamperedChannel, _message: Message) -> int:

@@ -12,7 +12,8 @@ import pytest
 from kvferry.core.errors import LinkLost, LinkRefused, ProtocolError
 from kvferry.core.ids import AttemptKey, Incarnation, RequestId
 from kvferry.kv_transfer.endpoints import connect, listen
-from kvferry.kv_transfer.messages import Ack, Beat, Complete, decode_to_sender, encode
+from kvferry.kv_transfer.frames import decode_to_sender, encode
+from kvferry.kv_transfer.messages import Ack, Beat, Complete
 from kvferry.kv_transfer.transports.faults import (
     FAULTS_AT,
     Chances,

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from kvferry.core.errors import LinkLost, ProtocolError
-from kvferry.kv_transfer.messages import Pull, encode
+from kvferry.kv_transfer.frames import encode
+from kvferry.kv_transfer.messages import Pull
 from kvferry.kv_transfer.transports.group_store import ChannelStore, Entry
 from kvferry.kv_transfer.transports.loopback import LoopbackListener, connect_loopback
 from kvferry.kv_transfer.transports.process_group import (

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from kvferry.kv_transfer.choices import Choices
+from kvferry.kv_transfer.frames import split, tag_of
 from kvferry.kv_transfer.jobs import ReceiveDone, ReceiveFailed, SendDone, SendFailed
-from kvferry.kv_transfer.messages import tag_of
 
 Over = Callable[[str], Any]
 
@@ -51,10 +51,11 @@ class Breaking:
 
     def receive(self, *arguments: Any) -> bytes | None:
         frame: bytes | None = self._inner.receive(*arguments)
-        if frame is not None and tag_of(frame) == "pull":
-            self._left[0] -= 1
-            if self._left[0] == 0:
-                self._outlet.close()
+        for one in () if frame is None else split(frame):
+            if tag_of(one) == "pull":
+                self._left[0] -= 1
+                if self._left[0] == 0:
+                    self._outlet.close()
         return frame
 
 

@@ -13,18 +13,9 @@ import pytest
 from kvferry.core.errors import KvferryError, LinkLost, LinkRefused, ProtocolError
 from kvferry.core.ids import Incarnation
 from kvferry.kv_transfer import handshake
+from kvferry.kv_transfer.frames import decode_to_receiver, decode_to_sender, encode, tag_of
 from kvferry.kv_transfer.handshake import Admitted, Greeted, LinkOptions
-from kvferry.kv_transfer.messages import (
-    MAX_LINK_BYTES,
-    Challenge,
-    Message,
-    Refused,
-    Welcome,
-    decode_to_receiver,
-    decode_to_sender,
-    encode,
-    tag_of,
-)
+from kvferry.kv_transfer.messages import MAX_LINK_BYTES, Challenge, Message, Refused, Welcome
 from kvferry.kv_transfer.transports.loopback import LoopbackListener
 
 SENDER = LinkOptions(secret=b"s" * 32, incarnation=Incarnation(3), silence_s=2.0)

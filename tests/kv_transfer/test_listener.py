@@ -13,9 +13,9 @@ from strangers import is_closed_by_peer, open_socket
 
 from kvferry.core.errors import LinkRefused
 from kvferry.kv_transfer.endpoints import connect
+from kvferry.kv_transfer.frames import decode_to_sender, encode
 from kvferry.kv_transfer.handshake import introduce
 from kvferry.kv_transfer.jobs import Reason, ReceiveDone, SendFailed
-from kvferry.kv_transfer.messages import decode_to_sender, encode
 from kvferry.kv_transfer.receiver_links import MAX_STRANGERS
 
 

@@ -19,6 +19,7 @@ from strangers import BAD_INPUT, framed, is_closed_by_peer, open_socket, wrong_p
 from kvferry.core.errors import LinkLost
 from kvferry.core.ids import AttemptKey, Incarnation, RequestId
 from kvferry.kv_transfer.endpoints import connect, listen
+from kvferry.kv_transfer.frames import encode
 from kvferry.kv_transfer.jobs import ReceiveDone, ReceiveFailed, SendDone
 from kvferry.kv_transfer.messages import (
     Ack,
@@ -33,7 +34,6 @@ from kvferry.kv_transfer.messages import (
     Return,
     Sample,
     SlabHeader,
-    encode,
 )
 from kvferry.kv_transfer.transports.tcp_listener import DATA
 

@@ -13,6 +13,7 @@ from kvferry.core.errors import LinkLost, LinkRefused, ProtocolError
 from kvferry.kv_transfer import handshake
 from kvferry.kv_transfer.counters import Tally
 from kvferry.kv_transfer.endpoints import connect
+from kvferry.kv_transfer.frames import decode_to_receiver, encode
 from kvferry.kv_transfer.jobs import ReceiveDone, SendDone
 from kvferry.kv_transfer.messages import (
     PROBE_LEASE,
@@ -24,8 +25,6 @@ from kvferry.kv_transfer.messages import (
     Pull,
     Resend,
     Sample,
-    decode_to_receiver,
-    encode,
 )
 from kvferry.kv_transfer.peaks import device_peak, loopback_peak, memory_peak
 from kvferry.kv_transfer.probe import MAX_SAMPLES, PINGS, Limits, measure

@@ -8,6 +8,7 @@ from receiver_bench import Bench
 
 from kvferry.core.ids import LeaseId
 from kvferry.kv_transfer.counters import Tally
+from kvferry.kv_transfer.frames import encode
 from kvferry.kv_transfer.grants import PULLS
 from kvferry.kv_transfer.jobs import Reason, ReceiveDone, ReceiveFailed
 from kvferry.kv_transfer.messages import (
@@ -24,7 +25,6 @@ from kvferry.kv_transfer.messages import (
     Resend,
     Return,
     Sample,
-    encode,
 )
 
 

@@ -7,11 +7,8 @@ from lease_table import ONE
 from receiver_bench import SLAB_BYTES, Bench
 
 from kvferry.core.errors import LinkLost, ProtocolError
-from kvferry.kv_transfer.messages import (
-    Beat,
-    Return,
-    encode,
-)
+from kvferry.kv_transfer.frames import encode
+from kvferry.kv_transfer.messages import Beat, Return
 from kvferry.kv_transfer.receiver_link import UNUSED_TIMEOUTS
 
 

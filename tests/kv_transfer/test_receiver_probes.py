@@ -7,17 +7,9 @@ from lease_table import Leases
 from receiver_bench import Bench
 
 from kvferry.kv_transfer.counters import Tally
+from kvferry.kv_transfer.frames import encode
 from kvferry.kv_transfer.jobs import Reason
-from kvferry.kv_transfer.messages import (
-    PROBE_LEASE,
-    Ack,
-    Beat,
-    Credit,
-    Measure,
-    Resend,
-    Sample,
-    encode,
-)
+from kvferry.kv_transfer.messages import PROBE_LEASE, Ack, Beat, Credit, Measure, Resend, Sample
 from kvferry.kv_transfer.receiver_probes import TURN_S, ProbeTurn
 
 

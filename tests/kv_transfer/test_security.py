@@ -19,16 +19,10 @@ from strangers import BAD_INPUT, Marker, framed, is_closed_by_peer, open_socket
 
 from kvferry.core.errors import LinkLost, LinkRefused, ProtocolError
 from kvferry.kv_transfer.endpoints import TRANSPORTS, ListenOptions, Medium, connect, listen
+from kvferry.kv_transfer.frames import decode_to_receiver, decode_to_sender
 from kvferry.kv_transfer.handshake import introduce
 from kvferry.kv_transfer.jobs import ReceiveDone, SendDone
-from kvferry.kv_transfer.messages import (
-    MAX_HANDSHAKE_FRAME,
-    Challenge,
-    Proof,
-    Refused,
-    decode_to_receiver,
-    decode_to_sender,
-)
+from kvferry.kv_transfer.messages import MAX_HANDSHAKE_FRAME, Challenge, Proof, Refused
 
 USABLE = [name for name, transport in TRANSPORTS.items() if transport.why_not() is None]
 SOCKETS = [name for name in USABLE if name != "loopback"]

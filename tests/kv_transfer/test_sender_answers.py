@@ -8,6 +8,7 @@ from receiver_bench import OPTIONS
 from sender_bench import NUM_SLABS, OWED, Bench
 
 from kvferry.core.errors import LinkLost, ProtocolError
+from kvferry.kv_transfer.frames import encode
 from kvferry.kv_transfer.jobs import Reason, SendAborted, SendDone
 from kvferry.kv_transfer.messages import (
     Abort,
@@ -22,7 +23,6 @@ from kvferry.kv_transfer.messages import (
     Pull,
     Resend,
     Return,
-    encode,
 )
 from kvferry.kv_transfer.states import State
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from lease_table import LAYOUT, MOVES, NBYTES, PEER, Clock, Leases, header, key
@@ -11,18 +12,10 @@ from lease_table import LAYOUT, MOVES, NBYTES, PEER, Clock, Leases, header, key
 from kvferry.core.errors import LinkLost
 from kvferry.core.ids import Incarnation
 from kvferry.kernels.kv_pack.progress import Progress
+from kvferry.kv_transfer.frames import all_to_sender, encode
 from kvferry.kv_transfer.handshake import Admitted, LinkOptions
 from kvferry.kv_transfer.memory import Form
-from kvferry.kv_transfer.messages import (
-    Beat,
-    Credit,
-    Filling,
-    Header,
-    Message,
-    Offer,
-    decode_to_sender,
-    encode,
-)
+from kvferry.kv_transfer.messages import Beat, Credit, Filling, Header, Message, Offer
 from kvferry.kv_transfer.plan import SlabMove
 from kvferry.kv_transfer.receiver_link import ReceiverLink
 from kvferry.kv_transfer.receiver_probes import ProbeTurn
@@ -35,6 +28,7 @@ OPTIONS = LinkOptions(
     beat_s=1.0,
     silence_s=5.0,
     slab_bytes=SLAB_BYTES,
+    spare_slabs=0,
 )
 
 
@@ -88,13 +82,15 @@ class FakeChannel:
 
     transport = "fake"
 
-    def __init__(self, decode: Callable[[bytes], Message]) -> None:
+    def __init__(self, decode: Callable[[bytes], Sequence[Message]]) -> None:
         self._decode = decode
         self.sent: deque[Message] = deque()
+        self.num_frames = 0
         self.wakes = 0
 
     def send(self, frame: bytes, timeout_s: float) -> None:
-        self.sent.append(self._decode(frame))
+        self.num_frames += 1
+        self.sent.extend(self._decode(frame))
 
     def receive(self, timeout_s: float, limit: int = 0) -> bytes | None:
         raise AssertionError("a link that is driven does not receive")
@@ -164,13 +160,14 @@ class Bench:
         arrives: bool = True,
         rank: int = 0,
         probes: ProbeTurn | None = None,
+        spare_slabs: int = 0,
     ) -> None:
         if leases is None:
             leases = Leases()
             leases.expect()
         self.leases = leases
         self.clock: Clock = leases.clock
-        self.channel = FakeChannel(decode_to_sender)
+        self.channel = FakeChannel(all_to_sender)
         self.inlet = FakeInlet(num_slabs, is_pulled, arrives)
         self.memory = FakeMemory()
         admitted = Admitted(
@@ -186,7 +183,7 @@ class Bench:
             admitted,
             self.memory,
             leases.table,
-            OPTIONS,
+            replace(OPTIONS, spare_slabs=spare_slabs),
             probes or ProbeTurn(self.clock),
             self.clock,
         )

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import replace
 from typing import Any
 
 from kvferry.core.errors import LinkLost
 from kvferry.core.ids import Incarnation
 from kvferry.kv_transfer.endpoints import connect
+from kvferry.kv_transfer.frames import all_to_sender, encode
 from kvferry.kv_transfer.handshake import introduce
-from kvferry.kv_transfer.messages import (
-    Beat,
-    Credit,
-    Message,
-    Offer,
-    SlabHeader,
-    decode_to_sender,
-    encode,
-)
+from kvferry.kv_transfer.messages import Beat, Credit, Message, Offer, SlabHeader, Spare
 
 DIGESTS = ["xxh3"]
 
@@ -36,6 +30,7 @@ class ScriptedLink:
             self.channel.close()
             raise
         self.outlet, self.num_slabs = greeted.outlet, greeted.num_slabs
+        self._heard: deque[Message] = deque()
 
     def __enter__(self) -> ScriptedLink:
         return self
@@ -50,12 +45,14 @@ class ScriptedLink:
         self.channel.send(encode(message), 5.0)
 
     def next(self) -> Message:
-        """The next message that is no beat."""
+        """The next message that is neither a beat nor of a spare slab."""
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline:
+            if self._heard:
+                return self._heard.popleft()
             frame = self.channel.receive(1.0)
-            if frame is not None and not isinstance(message := decode_to_sender(frame), Beat):
-                return message
+            messages = all_to_sender(frame) if frame is not None else ()
+            self._heard += [m for m in messages if not isinstance(m, Beat | Spare)]
         raise AssertionError("the receiver says nothing")
 
     def is_closed(self) -> bool:

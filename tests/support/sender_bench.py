@@ -10,19 +10,11 @@ from unfollowed import Unfollowed
 
 from kvferry.core.errors import LinkLost
 from kvferry.core.ids import LeaseId
+from kvferry.kv_transfer.frames import all_to_receiver, encode
 from kvferry.kv_transfer.handshake import Greeted
 from kvferry.kv_transfer.jobs import Reason, SendEvent, SendJob
 from kvferry.kv_transfer.memory import Form
-from kvferry.kv_transfer.messages import (
-    Ack,
-    Beat,
-    Credit,
-    Header,
-    Message,
-    Offer,
-    decode_to_receiver,
-    encode,
-)
+from kvferry.kv_transfer.messages import Ack, Beat, Credit, Header, Message, Offer
 from kvferry.kv_transfer.outgoing import Owed, Progress, Transfer, TransferTable
 from kvferry.kv_transfer.plan import SlabMove
 from kvferry.kv_transfer.sender_session import SenderSession
@@ -124,7 +116,7 @@ class Bench:
 
     def open(self) -> None:
         """A new link, to which the transfers move."""
-        self.channel = FakeChannel(decode_to_receiver)
+        self.channel = FakeChannel(all_to_receiver)
         self.outlet = FakeOutlet(self.outlet.is_pulled, self.outlet.lands)
         greeted = Greeted(
             outlet=self.outlet,

@@ -10,7 +10,8 @@ from contextlib import suppress
 from typing import Any
 
 from kvferry.core.units import parse_address
-from kvferry.kv_transfer.messages import MAX_HANDSHAKE_FRAME, Beat, Proof, encode
+from kvferry.kv_transfer.frames import encode
+from kvferry.kv_transfer.messages import MAX_HANDSHAKE_FRAME, Beat, Proof
 from kvferry.kv_transfer.transports.tcp_listener import CONTROL
 
 
