@@ -1,8 +1,14 @@
-"""The ledger: whether a sequence may come in now. Pure.
+"""The ledger: whether a sequence may come in now, for the first time or from host memory. Pure.
 
 It counts what runs, what is reserved or in flight, and what sequences will grow by next. Blocks
 that run, are reserved or in flight are out of the pool already, so the pool's free count less the
 growth to come is what a newcomer may take.
+
+NOTE on progress. After each admission there is room for the next ``growth_tokens`` of all that
+hold blocks: whoever is let in computes as many tokens before anybody has to go. A sequence that was
+given back once comes in *guaranteed*: with room to its end, and it is never made to go again. What
+all guaranteed ones hold and will need is never more than the pool, so that with the others gone
+they finish.
 """
 
 from __future__ import annotations
@@ -36,22 +42,24 @@ class Ledger:
             return f"{length} tokens and one more need more than all {self.num_blocks} blocks"
         return None
 
-    def admits(
-        self, num_free: int, fresh: int, held_growth: int | None, length: int, most: int
-    ) -> bool:
-        """Whether a newcomer of ``length`` tokens, ``most`` at the end, may take ``fresh`` blocks.
+    def admits(self, num_free: int, fresh: int, held_growth: int | None, own_growth: int) -> bool:
+        """Whether a newcomer may take ``fresh`` blocks, and ``own_growth`` soon.
 
         ``held_growth`` is what the sequences that hold blocks may need next, None when there are
         none: what fits alone is let in alone.
         """
         if held_growth is None:
             return num_free >= fresh
-        own = self.growth(np.array([length]), np.array([most]))
-        return num_free >= fresh + held_growth + own
+        return num_free >= fresh + held_growth + own_growth
 
-    def growth(self, lengths: NDArray[np.int64], most: NDArray[np.int64]) -> int:
-        """Blocks that sequences of ``lengths`` may need within their next ``growth_tokens``."""
+    def growth(
+        self, lengths: NDArray[np.int64], most: NDArray[np.int64], guaranteed: NDArray[np.bool_]
+    ) -> int:
+        """Blocks that sequences of ``lengths`` may need within their next ``growth_tokens``, and
+        ``guaranteed`` ones to their end at ``most``.
+        """
         ahead = np.minimum(lengths + self.growth_tokens, most)
+        ahead = np.where(guaranteed, np.maximum(most, lengths), ahead)
         return int((self._blocks(ahead) - self._blocks(lengths)).sum())
 
     @overload

@@ -5,15 +5,19 @@ prompts.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 
 from kvferry.core.request import FinishReason
-from kvferry.decode_worker.scheduler import share_budget
+from kvferry.decode_worker.scheduler import share_budget, victims
 from kvferry.engine.first_token import FirstToken, first_tokens
 from kvferry.engine.plan import Int64, RowLogprobs, StepPlan, StepResult
 from kvferry.engine.ports import Gate
 from kvferry.engine.sequences import Sequences, State, WorkerSequence
 from kvferry.engine.steps import Step, Stepper, rows_of
+from kvferry.engine.swaps import SWAP_FENCE
 from kvferry.engine.table import Rows
+
+_age_order = attrgetter("age_order")
 
 
 @dataclass(slots=True)
@@ -41,6 +45,8 @@ class DecodeBatch:
         self._max_seqs = max_seqs
         self._step: Step | None = None
         self._num_decoding = 0
+        self._stalled: set[WorkerSequence] = set()
+        """Those that lack a block for the token of the next step."""
 
     @property
     def waiting_tokens(self) -> int:
@@ -53,20 +59,50 @@ class DecodeBatch:
         return self._step
 
     def grow(self) -> list[WorkerSequence]:
-        """Give every running sequence room for its next token.
+        """Give running sequences a block each for their next token, the oldest first; those that
+        get none stay out of the next step.
 
-        When blocks run out the newest sequence has to go: the ones returned must be given back by
-        the caller before the next call. Empty when all have room.
+        Returns the sequences that have to go so that the others get theirs: the caller takes their
+        blocks and calls ``grow`` again.
         """
+        self._stalled.clear()
         if not self.running:
             return []
-        lacking = self._sequences.table.lacking_block(rows_of(self.running)).tolist()
-        if not lacking or self._sequences.grow(lacking):
+        sequences = self._sequences
+        lacking = sequences.table.lacking_block(rows_of(self.running)).tolist()
+        if not lacking or sequences.grow(lacking):
             return []
-        return [max([*self.running, *self.prompts], key=lambda seq: seq.arrived_s)]
+        by_row = sequences.by_row
+        waiting = sorted((by_row[row] for row in lacking), key=_age_order)
+        served = waiting[: sequences.pool.num_free]
+        sequences.grow([seq.row for seq in served])
+        self._stalled.update(waiting[len(served) :])
+        return self._victims()
 
-    def plan(self) -> StepPlan | None:
+    def _victims(self) -> list[WorkerSequence]:
+        pool = self._sequences.pool
+        seqs = sorted([*self.running, *self.prompts], key=_age_order)
+        chosen = victims(
+            [seq in self._stalled for seq in seqs],
+            [seq.guaranteed for seq in seqs],
+            lambda i: pool.num_sole(seqs[i].blocks),
+            pool.num_free + pool.num_fenced_by(SWAP_FENCE),
+        )
+        return [seqs[i] for i in chosen]
+
+    def stuck(self) -> WorkerSequence | None:
+        """The newest sequence, if none in the batch can compute before it gets a block."""
+        if not self._stalled or len(self._stalled) < len(self.running) + len(self.prompts):
+            return None
+        return max(self._stalled, key=_age_order)
+
+    def plan(self, *, moves: bool = False) -> StepPlan | None:
+        """The next step, which has no tokens where there are ``moves`` to make and nothing to
+        compute.
+        """
         decoding, prompts = self.running, self.prompts
+        if self._stalled:
+            decoding = [seq for seq in decoding if seq not in self._stalled]
         if self._gate.shut:
             decoding = [seq for seq in decoding if not self._gate.holds(seq.state, seq.key)]
             prompts = [seq for seq in prompts if not self._gate.holds(seq.state, seq.key)]
@@ -78,7 +114,7 @@ class DecodeBatch:
         counts = share_budget(
             len(decoding), map(self._remaining, prompts), self._max_tokens, self._max_seqs
         )
-        if not decoding and not counts:
+        if not (decoding or counts or moves):
             return None
         now = self._sequences.clock()
         for seq in prompts[: len(counts)]:
@@ -102,7 +138,11 @@ class DecodeBatch:
 
     def failed(self) -> list[WorkerSequence]:
         """The sequences to fail because the step planned last could not be run."""
-        return self._stepper.failed(self.planned)
+        return [seq for seq in self._stepper.failed(self.planned) if seq.state is not State.CLOSED]
+
+    def join(self, seq: WorkerSequence) -> None:
+        """Take in a sequence that computes here from the next step on."""
+        (self.prompts if seq.state is State.PREFILLING else self.running).append(seq)
 
     def discard(self, seq: WorkerSequence) -> None:
         """Take a sequence that has ended out of the batch."""

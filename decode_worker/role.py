@@ -2,13 +2,16 @@
 
     Reserve ─▶ WAITING ──ledger admits─▶ RESERVED ──KV verified and Start─▶ DECODING ──▶ CLOSED
                                             └──Prefill (local)─▶ PREFILLING ──first token──┘
+                          blocks run out: DECODING or PREFILLING ◀─▶ SWAPPED, or back to the router
 
 1. A reservation waits in a bounded queue until the ledger has room, or is refused at once.
 2. Granted, it holds a reference on every block that is cached and a lease on the rest.
 3. KV arrives through the receiver; nothing is computed from it before all of it is verified.
 4. First token and KV may come in either order; with both it joins the running batch.
 5. Each step computes one token of every running sequence and, behind them, chunks of local prompts.
-   When a sequence finds no block for its next token, the newest goes back to its router.
+6. When a sequence finds no block for its next token, the newest requests make room: their KV moves
+   to host memory, or, where that is full, they go back to their router, each at most once. Swapped
+   ones come back before anybody new comes in, the oldest first.
 
 With role ``both`` the router sends Prefill here as well: same life, no transfer.
 """
@@ -29,9 +32,10 @@ from kvferry.engine.emit import emit_tokens
 from kvferry.engine.first_token import FirstToken, report_first_token
 from kvferry.engine.loop import TransferCounts
 from kvferry.engine.plan import StepPlan, StepResult
-from kvferry.engine.ports import Gate, RouterPort, key_message, send_failed
+from kvferry.engine.ports import Gate, Relief, RouterPort, key_message, send_failed
 from kvferry.engine.sequences import Sequences, State, WorkerSequence
 from kvferry.engine.specs import spec_fault
+from kvferry.engine.swaps import Swapper
 from kvferry.kv_transfer.counters import Tally
 from kvferry.kv_transfer.jobs import Reason, ReceiveClosed, ReceiveDone, ReceiveFailed, ReceiveJob
 from kvferry.kv_transfer.layout import Span
@@ -69,8 +73,11 @@ class DecodeRole:
         gate: Gate,
         reserve_queue: int,
         wire: str,
+        num_host_slots: int = 0,
     ) -> None:
-        """``wire``: element type that KV from outside has on its way."""
+        """``wire``: element type that KV from outside has on its way. ``num_host_slots``: blocks
+        that host memory holds.
+        """
         self.sequences = sequences
         self.ports: dict[Incarnation, RouterPort] = {}
         self._ledger = ledger
@@ -81,6 +88,8 @@ class DecodeRole:
         self._wire = wire
         self.endings: Counter[str] = Counter()
         """Leases so far, by how they ended."""
+        self.preemptions: Counter[Relief] = Counter()
+        self._swapper = Swapper(sequences, num_host_slots)
         self._waiting: deque[WorkerSequence] = deque()
         self._leases = itertools.count(1)
 
@@ -109,21 +118,22 @@ class DecodeRole:
             send_failed(seq.port, seq.key, "transfer", failure_text(event))
 
     def plan(self) -> StepPlan | None:
-        self._admit()
+        num_preempted = self.preemptions.total()
         if self._gate.shut:
-            for seq in [s for s in self.sequences if s.state is State.RESERVED]:
-                self._begin(seq)  # a gate may have opened since
-        while victims := self._batch.grow():
-            for seq in victims:
-                self.end(seq)
-                preempted = pb.Preempted(key=key_message(seq.key))
-                seq.port.send(pb.WorkerMessage(preempted=preempted))
-        return self._batch.plan()
+            self._ask_gate()
+        self._make_room()
+        if self.preemptions.total() == num_preempted:
+            self._resume()  # else what was freed is for those that others had to go for
+        plan = self._batch.plan(moves=self._swapper.has_moves)
+        if plan is not None:
+            self._swapper.add_moves(plan)
+        return plan
 
     def layer_listener(self) -> None:
         """What is computed here stays here."""
 
     def commit(self, result: StepResult) -> None:
+        self._swapper.settle()
         tokens, firsts = self._batch.commit(result)
         if tokens.rows.size:
             emit_tokens(
@@ -141,6 +151,8 @@ class DecodeRole:
         self._fail(self._batch.planned.invalid(result), "its logits are not finite")
 
     def fail_step(self, error: Exception) -> None:
+        for seq in self._swapper.failed():
+            self._give_back(seq)
         self._fail(self._batch.failed(), str(error))
 
     def renewed(self, seqs: list[WorkerSequence]) -> None:
@@ -159,13 +171,22 @@ class DecodeRole:
                 self.sequences.close(seq, fence=seq.key)
             case State.RESERVED:
                 self.sequences.close(seq)
+            case State.SWAPPED:
+                self._swapper.discard(seq)
+                self.sequences.close(seq)
             case _:
                 self._batch.discard(seq)
                 self.sequences.close(seq)
 
     def counts(self) -> tuple[int, int, int]:
         running = len(self._batch.running) + len(self._batch.prompts)
-        return running, len(self._waiting), self._batch.waiting_tokens
+        waiting = len(self._waiting) + len(self._swapper.swapped)
+        return running, waiting, self._batch.waiting_tokens
+
+    @property
+    def num_free_slots(self) -> int:
+        """Host slots that nobody waits in."""
+        return self._swapper.num_free
 
     def transfer_counts(self) -> TransferCounts:
         dropped = {str(reason): count for reason, count in self._receiver.counters.items()}
@@ -196,30 +217,90 @@ class DecodeRole:
         self._waiting.append(seq)
         return None
 
+    def _ask_gate(self) -> None:
+        """A gate may have opened since, or want blocks to run out now."""
+        for seq in [s for s in self.sequences if s.state is State.RESERVED]:
+            self._begin(seq)
+        length = self.sequences.table.length
+        for seq in [*self._batch.running, *self._batch.prompts]:
+            relief = self._gate.preempts(seq.key, int(length[seq.row]))
+            if relief is not None:
+                self._preempt(seq, relief)
+
+    def _make_room(self) -> None:
+        """Give running sequences blocks to go on with, be it those of others."""
+        while chosen := self._batch.grow():
+            for seq in chosen:
+                self._preempt(seq, Relief.SWAP)
+        stuck = self._batch.stuck()
+        if stuck is not None and not self._blocks_will_come():
+            self._give_back(stuck)  # nobody else holds any: it can never fit
+
+    def _blocks_will_come(self) -> bool:
+        """Whether a fence will be lifted, or a reservation come to something."""
+        num_holders = len(self.sequences.held_rows())
+        in_batch = len(self._batch.running) + len(self._batch.prompts)
+        return self.sequences.pool.num_fences > 0 or num_holders > in_batch
+
+    def _preempt(self, seq: WorkerSequence, relief: Relief) -> None:
+        self._batch.discard(seq)
+        if relief is Relief.SWAP and self._swapper.swap_out(seq):
+            self.preemptions[Relief.SWAP] += 1
+        else:
+            self._batch.join(seq)
+            self._give_back(seq)
+
+    def _give_back(self, seq: WorkerSequence) -> None:
+        self.preemptions[Relief.GIVE_BACK] += 1
+        self.end(seq)
+        preempted = pb.Preempted(key=key_message(seq.key))
+        seq.port.send(pb.WorkerMessage(preempted=preempted))
+
+    def _resume(self) -> None:
+        """Let in those who wait while the ledger has room for the first: swapped ones by age, then
+        reservations by arrival.
+        """
+        table = self.sequences.table
+        while self._swapper.swapped:
+            seq = self._swapper.swapped[0]
+            if self._gate.shut and self._gate.holds(seq.state, seq.key):
+                return
+            cached = self._swapper.cached_blocks(seq)
+            length, most = int(table.length[seq.row]), int(table.max_length[seq.row])
+            if not self._has_room(seq, cached, length, most):
+                return
+            if not self._swapper.swap_in(seq, cached):
+                return
+            self._batch.join(seq)
+        self._admit()
+
     def _admit(self) -> None:
         """Grant reservations in order of arrival while the ledger has room for the first."""
+        max_model_len = self.sequences.table.max_model_len
         while self._waiting:
             seq = self._waiting[0]
             if self._gate.shut and self._gate.holds(seq.state, seq.key):
                 return
             # A local prompt computes its last position here; otherwise all KV may be cached.
             cached = self.sequences.cached_blocks(seq, seq.length - seq.local)
-            if not self._has_room(seq, cached):
+            most = min(seq.spec.prompt_len + seq.spec.sampling.max_tokens, max_model_len)
+            if not self._has_room(seq, cached, seq.length, most):
                 return
             if not self.sequences.hold(seq, cached, reserved=True):
                 return
             self._waiting.popleft()
             self._grant(seq)
 
-    def _has_room(self, seq: WorkerSequence, cached: list[BlockId]) -> bool:
-        table = self.sequences.table
-        held = np.fromiter(self.sequences.by_row, np.int64, len(self.sequences.by_row))
-        most = min(seq.spec.prompt_len + seq.spec.sampling.max_tokens, table.max_model_len)
-        fresh = self.sequences.blocks_for(seq.length) - len(cached)
+    def _has_room(self, seq: WorkerSequence, cached: list[BlockId], length: int, most: int) -> bool:
+        """For its ``length`` tokens now, and what it grows to on its way to ``most``."""
+        table, ledger = self.sequences.table, self._ledger
+        held = self.sequences.held_rows()
+        fresh = self.sequences.blocks_for(length) - len(cached)
         # Acquiring cached blocks takes them out of what others could evict.
         free = self.sequences.pool.num_free - self.sequences.pool.num_free_among(cached)
-        growth = self._ledger.growth(table.length[held], table.max_length[held])
-        return self._ledger.admits(free, fresh, growth if held.size else None, seq.length, most)
+        growth = ledger.growth(table.length[held], table.max_length[held], table.guaranteed[held])
+        own = ledger.growth(np.array([length]), np.array([most]), np.array([seq.guaranteed]))
+        return ledger.admits(free, fresh, growth if held.size else None, own)
 
     def _grant(self, seq: WorkerSequence) -> None:
         seq.enter(State.RESERVED)

@@ -1,8 +1,10 @@
-"""Which sequences compute how many tokens in the next step. Pure: numbers in, numbers out."""
+"""Which sequences compute how many tokens in the next step, and which have to go when blocks run
+out. Pure: numbers in, numbers out.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 
 def share_budget(
@@ -22,3 +24,24 @@ def share_budget(
         counts.append(min(tokens, left))
         left -= counts[-1]
     return counts
+
+
+def victims(
+    lacking: Sequence[bool], guaranteed: Sequence[bool], frees: Callable[[int], int], num_free: int
+) -> list[int]:
+    """Which sequences have to give up their blocks, newest first, so that each of the others that
+    is ``lacking`` a block can have one.
+
+    The sequences are in order of age, the oldest first. ``frees(i)``: blocks that nobody else
+    holds. Guaranteed ones stay, and so does the last one of all: its blocks would help nobody.
+    Empty when the others' blocks would not help either, or none is missing.
+    """
+    missing = sum(lacking) - num_free
+    chosen: list[int] = []
+    for i in reversed(range(len(lacking))):
+        if missing <= 0 or len(chosen) == len(lacking) - 1:
+            break
+        if not guaranteed[i]:
+            chosen.append(i)
+            missing -= frees(i) + lacking[i]
+    return chosen

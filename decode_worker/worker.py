@@ -73,7 +73,14 @@ class DecodeWorker:
             growth_tokens=pool.growth_tokens,
         )
         self.role = DecodeRole(
-            parts.sequences, ledger, batch, self.receiver, gate, pool.reserve_queue, wire
+            parts.sequences,
+            ledger,
+            batch,
+            self.receiver,
+            gate,
+            pool.reserve_queue,
+            wire,
+            backend.kv.num_host_slots,
         )
         self.loop = StepLoop(self.role, backend.runner, clock, launcher=backend.launcher)
         server = SessionServer(self.loop, self.hello, session_settings(config, pool, secret))

@@ -6,6 +6,7 @@ Each has a fake: tests inject ports that collect, clocks that are set by hand, g
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Protocol
 
 from kvferry.core.ids import AttemptKey, Incarnation
@@ -25,8 +26,17 @@ class RouterPort(Protocol):
         ...
 
 
+class Relief(StrEnum):
+    """How a sequence gives up its blocks."""
+
+    SWAP = "swap"
+    """To host memory, from where it goes on."""
+    GIVE_BACK = "give back"
+    """To its router, which sends it out again."""
+
+
 class Gate(Protocol):
-    """Lets a test hold a request in a state and act while it is there."""
+    """Lets a test hold a request in a state and act while it is there, or take its blocks."""
 
     @property
     def shut(self) -> bool:
@@ -37,6 +47,12 @@ class Gate(Protocol):
         """True while the request must stay in ``state``."""
         ...
 
+    def preempts(self, key: AttemptKey, length: int) -> Relief | None:
+        """Whether the request, which has ``length`` tokens by now, must give up its blocks before
+        the next step, as if they had run out.
+        """
+        ...
+
 
 class OpenGate:
     """The gate of a real system."""
@@ -45,6 +61,9 @@ class OpenGate:
 
     def holds(self, state: str, key: AttemptKey) -> bool:
         return False
+
+    def preempts(self, key: AttemptKey, length: int) -> Relief | None:
+        return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ given back.
     prefill worker      WAITING ─▶ PREFILLING ─▶ TRANSFERRING ─▶ CLOSED
     decode worker       WAITING ─▶ RESERVED ─▶ DECODING ─▶ CLOSED
     local prefill       WAITING ─▶ RESERVED ─▶ PREFILLING ─▶ DECODING ─▶ CLOSED
+    out of blocks       PREFILLING or DECODING ─▶ SWAPPED ─▶ what it was
 
 Every state may go straight to CLOSED: by cancel, deadline, lost session or failure.
 """
@@ -11,7 +12,7 @@ Every state may go straight to CLOSED: by cancel, deadline, lost session or fail
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -21,7 +22,7 @@ from kvferry.cache.block_pool import BlockPool
 from kvferry.cache.hashing import block_hash, chain_hashes
 from kvferry.core.ids import AttemptKey, BlockHash, BlockId, Incarnation, LeaseId
 from kvferry.engine.ports import RouterPort
-from kvferry.engine.table import SequenceTable
+from kvferry.engine.table import Rows, SequenceTable
 from kvferry.proto import worker_pb2 as pb
 
 NO_LEASE = LeaseId(0)
@@ -33,15 +34,17 @@ class State(StrEnum):
     PREFILLING = "prefilling"
     TRANSFERRING = "transferring"
     DECODING = "decoding"
+    SWAPPED = "swapped"
     CLOSED = "closed"
 
 
 _NEXT = {
     State.WAITING: {State.RESERVED, State.PREFILLING, State.CLOSED},
     State.RESERVED: {State.PREFILLING, State.DECODING, State.CLOSED},
-    State.PREFILLING: {State.TRANSFERRING, State.DECODING, State.CLOSED},
+    State.PREFILLING: {State.TRANSFERRING, State.DECODING, State.SWAPPED, State.CLOSED},
     State.TRANSFERRING: {State.CLOSED},
-    State.DECODING: {State.CLOSED},
+    State.DECODING: {State.SWAPPED, State.CLOSED},
+    State.SWAPPED: {State.PREFILLING, State.DECODING, State.CLOSED},
     State.CLOSED: set(),
 }
 
@@ -60,6 +63,8 @@ class WorkerSequence:
     """When it ends unless its lease is renewed; never past the deadline."""
     hashes: list[BlockHash]
     """Chain of the full blocks known so far."""
+    born_s: float
+    """On this worker's clock: when its router took the request in, whichever attempt this is."""
     state: State = State.WAITING
     lease: LeaseId = NO_LEASE
     row: int = -1
@@ -83,11 +88,25 @@ class WorkerSequence:
     """Decode: all its KV is here and verified."""
     received: pb.Account | None = None
     """Decode: what the receiver counted, if KV came from outside."""
+    slots: list[int] = field(default_factory=list)
+    """SWAPPED: host slots of its computed blocks, first to last."""
+    swapped_from: State = State.CLOSED
+    """SWAPPED: the state that it goes back to."""
 
     @property
     def length(self) -> int:
         """Tokens it arrived with."""
         return len(self.spec.token_ids)
+
+    @property
+    def age_order(self) -> tuple[float, AttemptKey]:
+        """Sorts the oldest request first."""
+        return self.born_s, self.key
+
+    @property
+    def guaranteed(self) -> bool:
+        """It was given back once: it keeps its blocks to the end."""
+        return self.spec.given_back > 0
 
     def enter(self, state: State) -> None:
         if state not in _NEXT[self.state]:
@@ -159,6 +178,7 @@ class Sequences:
             deadline_s=deadline_s,
             ends_s=min(deadline_s, now + self.lease_s),
             hashes=chain_hashes(self.root, spec.token_ids, self.table.block_size),
+            born_s=now - spec.age_s,
         )
         self._live[key.router, key.request] = seq
         self._first_end_s = min(self._first_end_s, seq.ends_s)
@@ -177,22 +197,35 @@ class Sequences:
         ``reserved``: the fresh blocks stay RESERVED, for KV that arrives from outside; else they
         are IN_USE.
         """
-        if self.table.num_free == 0:
+        if self.table.num_free == 0 or not self._take(seq, cached, seq.length, reserved):
             return False
-        self.pool.acquire(cached)
-        take = self.pool.reserve if reserved else self.pool.allocate
-        fresh = take(self.blocks_for(seq.length) - len(cached))
-        if fresh is None:
-            self.pool.release(cached)
-            return False
-        seq.blocks = [*cached, *fresh]
-        seq.published = len(cached)
         seq.cached_tokens = len(cached) * self.table.block_size
         seq.row = self.table.lend(seq.key, seq.spec)
         self.table.set_blocks(seq.row, seq.blocks)
         self.table.computed[seq.row] = seq.cached_tokens
         self.by_row[seq.row] = seq
         return True
+
+    def let_go(self, seq: WorkerSequence, fence: Hashable) -> None:
+        """Take all blocks from a live sequence, which keeps its row and what is computed."""
+        self.pool.release(seq.blocks, fence)
+        seq.blocks = []
+        self.table.set_blocks(seq.row, seq.blocks)
+
+    def hold_again(self, seq: WorkerSequence, cached: Sequence[BlockId]) -> bool:
+        """After ``let_go``: the cached blocks, and fresh ones for all that is known of it; all or
+        nothing.
+        """
+        if not self._take(seq, cached, int(self.table.length[seq.row]), reserved=False):
+            return False
+        self.table.set_blocks(seq.row, seq.blocks)
+        return True
+
+    def held_rows(self) -> Rows:
+        """Rows of the sequences that hold blocks."""
+        rows = np.fromiter(self.by_row, np.int64, len(self.by_row))
+        held: Rows = rows[self.table.num_blocks[rows] > 0]
+        return held
 
     def fill_reserved(self, seq: WorkerSequence) -> None:
         """All KV of a reserved sequence is here and verified, or will be computed here."""
@@ -218,6 +251,19 @@ class Sequences:
                 seq.hashes.append(block_hash(parent, tokens))
             self.pool.publish(seq.blocks[index], seq.hashes[index], parent)
             seq.published = index + 1
+
+    def _take(
+        self, seq: WorkerSequence, cached: Sequence[BlockId], num_tokens: int, reserved: bool
+    ) -> bool:
+        self.pool.acquire(cached)
+        take = self.pool.reserve if reserved else self.pool.allocate
+        fresh = take(self.blocks_for(num_tokens) - len(cached))
+        if fresh is None:
+            self.pool.release(cached)
+            return False
+        seq.blocks = [*cached, *fresh]
+        seq.published = len(cached)
+        return True
 
     def close(self, seq: WorkerSequence, fence: AttemptKey | None = None) -> None:
         """End ``seq`` and give back its row and blocks; under ``fence``, only when that is

@@ -28,6 +28,8 @@ def spec_fault(key: pb.Key, spec: pb.SequenceSpec, vocab_size: int) -> str | Non
         return f"max_tokens: {sampling.max_tokens} leaves nothing to generate"
     if math.isnan(spec.deadline_s):
         return "deadline_s: is not a number"
+    if not math.isfinite(spec.age_s):
+        return "age_s: is not finite"
     return _ids_fault(spec, vocab_size) or _sampling_fault(sampling)
 
 
@@ -35,11 +37,11 @@ def _ids_fault(spec: pb.SequenceSpec, vocab_size: int) -> str | None:
     sampling = spec.sampling
     # Sampling ignores ids that the model lacks; its embedding cannot.
     for name, ids, end in (
-        ("token_ids", spec.token_ids, vocab_size),
-        ("stop_token_ids", sampling.stop_token_ids, INT32_END),
-        ("logit_bias", sampling.logit_bias, INT32_END),
+        ("token_ids", np.asarray(spec.token_ids), vocab_size),
+        ("stop_token_ids", np.asarray(sampling.stop_token_ids), INT32_END),
+        ("logit_bias", np.fromiter(sampling.logit_bias, np.int64), INT32_END),
     ):
-        if len(ids) and int(np.fromiter(ids, np.int64, len(ids)).max()) >= end:
+        if ids.size and int(ids.max()) >= end:
             return f"{name}: a token id is not below {end}"
     return None
 

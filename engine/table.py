@@ -39,6 +39,8 @@ class SequenceTable:
         self.prompt_len: Int64 = np.zeros(max_rows, np.int64)
         self.max_length: Int64 = np.zeros(max_rows, np.int64)
         self.min_length: Int64 = np.zeros(max_rows, np.int64)
+        self.guaranteed = np.zeros(max_rows, np.bool_)
+        """Rows that keep their blocks to the end: they were given back once already."""
         self.obeys_eos = np.zeros(max_rows, np.bool_)
         self.stop_ids: Int32 = np.full((max_rows, STOP_IDS_IN_TABLE), -1, np.int32)
         """The first stop token ids of each row; -1 where it has fewer."""
@@ -67,13 +69,14 @@ class SequenceTable:
         sampling = spec.sampling
         length = len(spec.token_ids)
         self.router[row], self.request[row], self.attempt[row] = key
-        self.tokens[row, :length] = spec.token_ids
+        self.tokens[row, :length] = np.asarray(spec.token_ids)
         self.length[row] = length
         self.computed[row] = 0
         self.num_blocks[row] = 0
         self.prompt_len[row] = spec.prompt_len
         self.max_length[row] = min(spec.prompt_len + sampling.max_tokens, self.max_model_len)
         self.min_length[row] = spec.prompt_len + sampling.min_tokens
+        self.guaranteed[row] = spec.given_back > 0
         self.obeys_eos[row] = not sampling.ignore_eos
         stop_ids = sampling.stop_token_ids[:STOP_IDS_IN_TABLE]
         self.stop_ids[row] = -1

@@ -439,9 +439,15 @@ class SequenceSpec(_message.Message):
     PROMPT_LEN_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     DEADLINE_S_FIELD_NUMBER: _builtins.int
+    AGE_S_FIELD_NUMBER: _builtins.int
+    GIVEN_BACK_FIELD_NUMBER: _builtins.int
     prompt_len: _builtins.int
     deadline_s: _builtins.float
     """Seconds left until the request's deadline."""
+    age_s: _builtins.float
+    """Seconds since its router took the request in. Of those that want blocks the newest has to wait."""
+    given_back: _builtins.int
+    """Times that a worker gave it back for lack of blocks. It is not given back again."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -453,10 +459,12 @@ class SequenceSpec(_message.Message):
         prompt_len: _builtins.int = ...,
         sampling: Global___Sampling | None = ...,
         deadline_s: _builtins.float = ...,
+        age_s: _builtins.float = ...,
+        given_back: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_s", b"deadline_s", "prompt_len", b"prompt_len", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "deadline_s", b"deadline_s", "given_back", b"given_back", "prompt_len", b"prompt_len", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

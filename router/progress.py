@@ -20,13 +20,16 @@ class Progress:
     def __init__(self, request: GenerateRequest, sample_index: int, number: RequestId) -> None:
         self.number = number
         self.attempt = 0
+        self.given_back = 0
+        """Attempts that ended because a worker ran out of blocks."""
         self.tokens = list(request.prompt_token_ids)
         self._request = request
         assert request.sampling.max_tokens is not None, "intake fills in max_tokens"
         self._max_tokens = request.sampling.max_tokens
         self._sample_index = sample_index
         self._prompt_len = len(self.tokens)
-        self._deadline = time.monotonic() + (request.deadline_s or float("inf"))
+        self._taken_in = time.monotonic()
+        self._deadline = self._taken_in + (request.deadline_s or float("inf"))
         self._chains: dict[tuple[BlockHash, int], list[BlockHash]] = {}
 
     @property
@@ -52,10 +55,13 @@ class Progress:
     def spec(self) -> pb.SequenceSpec:
         """What a worker has to know."""
         sampling = self._request.sampling
+        now = time.monotonic()
         return pb.SequenceSpec(
             token_ids=self.tokens,
             prompt_len=self._prompt_len,
-            deadline_s=self._deadline - time.monotonic(),
+            deadline_s=self._deadline - now,
+            age_s=now - self._taken_in,
+            given_back=self.given_back,
             sampling=pb.Sampling(
                 max_tokens=self._max_tokens,
                 min_tokens=sampling.min_tokens,

@@ -21,7 +21,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from kvferry.core.errors import AttemptFailed, Overloaded, Unavailable
+from kvferry.core.errors import AttemptFailed, Overloaded, Preempted, Unavailable
 from kvferry.core.ids import RequestId
 from kvferry.core.request import GenerateRequest, Timeline, TokenStep
 from kvferry.router.dispatcher import Dispatcher
@@ -68,6 +68,7 @@ class Spine:
                     if progress.attempt == 1 and not isinstance(error, AttemptFailed):
                         raise
                     log.warning("request %d.%d: %s", progress.number, progress.attempt, error)
+                    progress.given_back += isinstance(error, Preempted)
                     delay_s = patience.delay_s(error)
                     if delay_s is None:
                         raise

@@ -41,9 +41,9 @@ def test_what_is_not_refused_is_admitted_by_an_empty_worker(block_size: int) -> 
         )
         for length in range(1, 64):
             needed = -(-length // block_size)
-            most = min(length + 30, 60)
+            growth = num_blocks * block_size
             if ledger.never_fits(length) is None:
-                assert ledger.admits(num_blocks, needed, None, length, most)
+                assert ledger.admits(num_blocks, needed, None, growth)
                 assert num_blocks * block_size > length, "one more token must fit as well"
             else:
                 assert length >= 60 or num_blocks * block_size < length + 1
@@ -54,7 +54,15 @@ def test_what_is_not_refused_is_admitted_by_an_empty_worker(block_size: int) -> 
 def test_growth_never_asks_for_more_than_the_end_of_a_sequence() -> None:
     ledger = Ledger(num_blocks=16, block_size=PAGE, max_model_len=CAPACITY, growth_tokens=32)
     lengths, most = np.array([CAPACITY - 1, 10]), np.array([CAPACITY, 11])
-    assert ledger.growth(lengths, most) == 0
+    for guaranteed in (False, True):
+        assert ledger.growth(lengths, most, np.array([guaranteed] * 2)) == 0
+
+
+def test_what_was_given_back_once_comes_in_with_room_to_its_end() -> None:
+    ledger = Ledger(num_blocks=16, block_size=PAGE, max_model_len=CAPACITY, growth_tokens=4)
+    lengths, most = np.array([9, 9]), np.array([50, 50])
+    assert ledger.growth(lengths, most, np.array([False, False])) == 2
+    assert ledger.growth(lengths, most, np.array([False, True])) == 1 + 10
 
 
 @pytest.mark.parametrize("pools", [{}, {"decode": {"block_size": 8}}, BOTH])

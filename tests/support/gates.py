@@ -28,6 +28,9 @@ class HoldAt:
         self._reached.set()
         return True
 
+    def preempts(self, key: AttemptKey, length: int) -> None:
+        return None
+
     def hold(self, state: str) -> None:
         """From now on hold requests in ``state``."""
         self._state = state

@@ -51,6 +51,7 @@ def fake_backend(
     eos: tuple[int, ...] = (),
     num_layers: int = 2,
     dtype: torch.dtype = torch.float64,
+    num_host_slots: int = 0,
     **hooks: Any,
 ) -> Backend:
     """A model whose next token depends on every token of its context, read back from the paged
@@ -63,6 +64,7 @@ def fake_backend(
         block_size=block_size,
         num_blocks=num_blocks,
         dtype=dtype,
+        num_host_slots=num_host_slots,
     )
     identity = ModelIdentity(1, b"fake", b"", "float64")
     return Backend(FakeRunner(kv, VOCAB_SIZE, **hooks), kv, max_model_len, eos, identity)

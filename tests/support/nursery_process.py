@@ -61,6 +61,9 @@ class SpeakingGate:
             self._said = True
             say(name=self._name, held=self._state)
 
+    def preempts(self, key: AttemptKey, length: int) -> None:
+        return None
+
 
 class HoldingChannel:
     """A sender's link that stops at its second push."""

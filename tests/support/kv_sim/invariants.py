@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from kv_sim.causes import FAILED, LINK_LOST
 from kv_sim.session import Session
 from kv_sim.workers import DecodeSide, Worker
@@ -77,11 +75,13 @@ class Invariants:
         if kind != "granted" or not isinstance(worker, DecodeSide):
             return
         sequences = worker.sequences
-        held = np.fromiter(sequences.by_row, np.int64)
+        held = sequences.held_rows()
         if len(held) < 2:
             return
         table = sequences.table
-        growth = worker.ledger.growth(table.length[held], table.max_length[held])
+        growth = worker.ledger.growth(
+            table.length[held], table.max_length[held], table.guaranteed[held]
+        )
         if worker.pool.num_free < growth:
             self.world.violation(
                 f"{worker.name}: overcommitted, {growth} blocks of growth, "

@@ -1,0 +1,134 @@
+"""A worker whose blocks run out: swaps, sequences given back, and what they cost."""
+
+from __future__ import annotations
+
+import logging
+import random
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from pressure_rig import MAX_MODEL_LEN, PressureRig, Request
+
+from kvferry.engine.ports import Relief
+
+
+def finish(rig: PressureRig, within: int = 4000) -> int:
+    """Turn until all is over. Returns how many turns it took."""
+    for turns in range(within):
+        rig.check()
+        if all(request.outcome for request in rig.requests):
+            rig.turn()
+            return turns
+        rig.turn()
+    raise AssertionError([(r.number, rig.state(r)) for r in rig.requests if not r.outcome])
+
+
+def prompt(first: int, length: int = 10) -> list[int]:
+    return [first, *range(50, 49 + length)]
+
+
+@pytest.mark.parametrize("slots", [0, 6, 100])
+@pytest.mark.parametrize("num_blocks", [16, 17, 24])
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_sequences_that_outgrow_the_pool_all_finish(
+    slots: int, num_blocks: int, prefix_cache: bool
+) -> None:
+    rig = PressureRig(num_blocks, slots, prefix_cache=prefix_cache)
+    for i in range(6):
+        rig.submit(prompt(i), 50)
+    finish(rig)
+    rig.check_end()
+    assert {request.outcome for request in rig.requests} == {"done"}
+    swaps, returns = rig.role.preemptions[Relief.SWAP], rig.role.preemptions[Relief.GIVE_BACK]
+    assert (swaps > 0, returns > 0) == (slots > 0, slots < 100)
+    for request in rig.requests:
+        assert max(request.computed.values()) <= 1 + request.given_back <= 2
+    if slots == 100:
+        assert {max(request.computed.values()) for request in rig.requests} == {1}
+
+
+class PressureMachine(RuleBasedStateMachine):
+    """Random arrivals, cancels and forced preemptions on tiny pools."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Steps that fail are reported with their tracebacks, which takes longer than all the rest.
+        logging.disable(logging.ERROR)
+
+    @initialize(
+        num_blocks=st.integers(MAX_MODEL_LEN // 4, 24),
+        slots=st.sampled_from([0, 3, 8, 60]),
+        growth=st.sampled_from([1, 4, 32]),
+        tokens=st.sampled_from([1, 5, 16, 64]),
+        prefix_cache=st.booleans(),
+        failing=st.one_of(st.none(), st.integers(0, 99)),
+    )
+    def start(
+        self,
+        num_blocks: int,
+        slots: int,
+        growth: int,
+        tokens: int,
+        prefix_cache: bool,
+        failing: int | None,
+    ) -> None:
+        self.rig = PressureRig(
+            num_blocks,
+            slots,
+            growth_tokens=growth,
+            max_batch_tokens=tokens,
+            prefix_cache=prefix_cache,
+            fail=None if failing is None else random.Random(failing),
+        )
+        self.failing = failing is not None
+        self.forced: set[Request] = set()
+
+    @rule(
+        first=st.integers(0, 3),
+        length=st.integers(1, MAX_MODEL_LEN - 1),
+        max_tokens=st.integers(1, MAX_MODEL_LEN),
+    )
+    def submit(self, first: int, length: int, max_tokens: int) -> None:
+        self.rig.submit(prompt(first, length), min(max_tokens, MAX_MODEL_LEN - length))
+
+    @rule(index=st.integers(0, 30))
+    def cancel(self, index: int) -> None:
+        if self.rig.requests:
+            self.rig.cancel(self.rig.requests[index % len(self.rig.requests)])
+
+    @rule(index=st.integers(0, 30), relief=st.sampled_from(Relief))
+    def preempt(self, index: int, relief: Relief) -> None:
+        if self.rig.requests:
+            request = self.rig.requests[index % len(self.rig.requests)]
+            self.forced.add(request)
+            self.rig.preempt(request, relief)
+
+    @rule(count=st.integers(1, 12))
+    def turns(self, count: int) -> None:
+        for _ in range(count):
+            self.rig.turn()
+            self.rig.check()
+
+    @invariant()
+    def work_is_bounded(self) -> None:
+        for request in self.rig.requests:
+            if request not in self.forced and not self.failing:
+                assert request.given_back <= 1
+                assert max(request.computed.values(), default=0) <= 1 + request.given_back
+
+    def teardown(self) -> None:
+        logging.disable(logging.NOTSET)
+        rig = self.rig
+        work = sum(len(r.prompt) + r.max_tokens for r in rig.requests if not r.outcome)
+        rig.fail = None
+        # Each turn computes a token at least, or moves blocks so that the next one does.
+        finish(rig, within=20 + 6 * work)
+        self.work_is_bounded()
+        rig.check_end()
+        assert {r.outcome for r in rig.requests} <= {"done", "cancelled"}
+
+
+PressureMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+TestPressure = PressureMachine.TestCase
