@@ -1,0 +1,408 @@
+"""Transfers of several ranks are one: last words together, orders in order, blocks told first."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.core.errors import ProtocolError, RankLost
+from kvferry.core.ids import AttemptKey, Incarnation, LeaseId, RequestId
+from kvferry.core.span import Span
+from kvferry.kv_transfer.group.endings import Endings, merged
+from kvferry.kv_transfer.group.orders import (
+    Abort,
+    Answer,
+    Blocks,
+    Chunk,
+    Done,
+    Expected,
+    Failed,
+    GivenUp,
+    Order,
+    Release,
+    decode_answer,
+    decode_order,
+    encode,
+)
+from kvferry.kv_transfer.group.rank import ReceiverRank, SenderRank
+from kvferry.kv_transfer.group.ranks import Ranks
+from kvferry.kv_transfer.group.receiver import GroupReceiver
+from kvferry.kv_transfer.group.sender import GroupSender
+from kvferry.kv_transfer.jobs import (
+    Account,
+    BlockTable,
+    Reason,
+    ReceiveClosed,
+    ReceiveDone,
+    ReceiveFailed,
+    ReceiveJob,
+    SendAborted,
+    SendDone,
+    SendEvent,
+    SendFailed,
+    SendJob,
+)
+from kvferry.kv_transfer.layout import KvLayout
+
+KEY = AttemptKey(Incarnation(1 << 62), RequestId(2), 1)
+LEASE = LeaseId(9)
+NUM_LAYERS = 3
+LAYOUT = KvLayout(
+    num_layers=NUM_LAYERS, num_kv_heads=4, head_dim=8, block_size=4, dtype="float32", tp=2
+)
+
+
+def account(nbytes: int = 10, wall_s: float = 1.0, transport: str = "shm") -> Account:
+    return Account(transport=transport, nbytes=nbytes, busy_s=0.5, wall_s=wall_s)
+
+
+def table(*block_ids: int) -> BlockTable:
+    return BlockTable(
+        block_ids=np.array(block_ids, np.int32),
+        generations=np.array([7] * len(block_ids), np.uint32),
+    )
+
+
+def send_job(rank: int = 0) -> SendJob:
+    return SendJob(
+        key=KEY,
+        peer=Incarnation(4),
+        endpoints=(f"tcp:{rank}",),
+        lease=LEASE,
+        target=LAYOUT,
+        target_rank=rank,
+        wire="float32",
+        tokens=Span(0, 8),
+        blocks=table(3, 5),
+    )
+
+
+def receive_job() -> ReceiveJob:
+    return ReceiveJob(
+        key=KEY,
+        lease=LEASE,
+        wire="float32",
+        tokens=Span(0, 8),
+        blocks=table(3, 5),
+        deadline_s=5.0,
+        chain_hash=b"chain",
+    )
+
+
+class FakeSender:
+    """Notes calls; the test decides how transfers end."""
+
+    def __init__(self, on_event: Callable[[SendEvent], None]) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.end = on_event
+
+    def begin(self, job: SendJob) -> None:
+        self.calls.append(("begin", job.target_rank))
+
+    def computed(
+        self, key: AttemptKey, layers_end: int, tokens_end: int, after: object = None
+    ) -> None:
+        self.calls.append(("computed", layers_end, tokens_end))
+
+    def abort(self, key: AttemptKey) -> None:
+        self.calls.append(("abort",))
+
+
+class FakeReceiver:
+    endpoints = ("shm:0",)
+
+    def __init__(self, on_event: Callable[[Any], None]) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.end = on_event
+        self.counters = Counter({Reason.DAMAGED: 1})
+        self.tallies: Counter[str] = Counter()
+
+    def expect(self, job: ReceiveJob) -> None:
+        self.calls.append(("expect", job))
+
+    def renew(self, lease: LeaseId, deadline_s: float) -> None:
+        self.calls.append(("renew", deadline_s))
+
+    def release(self, lease: LeaseId) -> None:
+        self.calls.append(("release",))
+
+
+class Wire:
+    """Orders to the other ranks, as bytes, and the planes at their ends."""
+
+    def __init__(self, num_blocks: int = 16) -> None:
+        self.generations = np.zeros(num_blocks, np.uint32)
+        self.sent: list[Order] = []
+        self.planes: list[SenderRank | ReceiverRank] = []
+        self.is_cut = False
+
+    def send(self, payload: bytes) -> None:
+        if self.is_cut:
+            raise RankLost("cut")
+        self.sent.append(decode_order(payload))
+        for plane in self.planes:
+            plane.handle(payload)
+
+
+# Last words, as a property.
+
+BAD = {
+    "failed": SendFailed(KEY, Reason.TIMEOUT, "slow"),
+    "aborted": SendAborted(KEY),
+}
+
+
+@given(st.lists(st.sampled_from(["done", "failed", "aborted"]), min_size=1, max_size=12))
+def test_a_whole_ends_once_after_its_last_part_as_its_first_bad_part_did(words: list[str]) -> None:
+    endings: Endings[SendEvent] = Endings(lambda event: event.key)
+    endings.expect(KEY, len(words))
+    ended, bad_seen = [], []
+    for number, word in enumerate(words):
+        event = BAD.get(word) or SendDone(KEY, account(nbytes=number))
+        said = endings.add(event)
+        bad_seen.append(said.is_first_bad)
+        if said.ended is not None:
+            ended.append((number, said.ended))
+    bad = [word for word in words if word != "done"]
+    assert [number for number, _ in ended] == [len(words) - 1]
+    if bad:
+        assert ended[0][1] == BAD[bad[0]]
+        first = next(i for i, word in enumerate(words) if word != "done")
+        # Nothing is left to give up when the last word itself was the bad one.
+        expected = [i == first and i < len(words) - 1 for i in range(len(words))]
+        assert bad_seen == expected
+    else:
+        assert ended[0][1].account.nbytes == sum(range(len(words)))
+        assert not any(bad_seen)
+    assert KEY not in endings
+
+
+def test_a_key_under_way_is_not_expected_twice() -> None:
+    endings: Endings[SendEvent] = Endings(lambda event: event.key)
+    endings.expect(KEY, 1)
+    with pytest.raises(ValueError, match="under way"):
+        endings.expect(KEY, 1)
+
+
+def test_parts_side_by_side_add_their_bytes_and_not_their_wall_time() -> None:
+    both = merged(account(10, 1.0), account(30, 3.0))
+    assert (both.nbytes, both.busy_s, both.wall_s, both.transport) == (40, 1.0, 3.0, "shm")
+    assert merged(both, account(transport="tcp")).transport == "shm+tcp"
+    assert merged(Account(), account()).transport == "shm"
+
+
+# Senders.
+
+
+class SendingPair:
+    """Rank 0 and one more."""
+
+    def __init__(self) -> None:
+        self.wire = Wire()
+        self.events: list[SendEvent] = []
+        self.group = GroupSender(
+            FakeSender,  # type: ignore[arg-type]
+            Ranks(1, self.wire.send, self.wire.generations),
+            self.events.append,
+            NUM_LAYERS,
+        )
+        self.other = SenderRank(
+            FakeSender,  # type: ignore[arg-type]
+            NUM_LAYERS,
+            np.zeros(16, np.uint32),
+            self.group.answered,
+        )
+        self.wire.planes.append(self.other)
+
+    def end(self, rank: int, event: SendEvent) -> None:
+        sender: Any = (self.group.own, self.other.sender)[rank]
+        sender.end(event)
+
+
+def test_every_rank_sends_to_every_rank() -> None:
+    pair = SendingPair()
+    pair.group.begin([send_job(0), send_job(1)])
+    assert pair.group.own.calls == pair.other.sender.calls == [("begin", 0), ("begin", 1)]
+    for _ in range(2):
+        pair.end(0, SendDone(KEY, account()))
+    pair.end(1, SendDone(KEY, account()))
+    assert pair.events == []
+    pair.end(1, SendDone(KEY, account()))
+    assert [type(event) for event in pair.events] == [SendDone]
+    assert pair.events[0].account.nbytes == 40
+
+
+def test_what_fails_on_one_rank_is_given_up_on_all_and_ends_once() -> None:
+    pair = SendingPair()
+    pair.group.begin([send_job()])
+    pair.end(1, SendFailed(KEY, Reason.DAMAGED, "bits"))
+    assert pair.events == []  # rank 0 may be packing still
+    assert ("abort",) in pair.group.own.calls
+    pair.end(0, SendAborted(KEY))
+    assert pair.events == [SendFailed(KEY, Reason.DAMAGED, "bits")]
+
+
+def test_layers_of_a_step_are_reported_by_each_rank_as_it_computes_them() -> None:
+    pair = SendingPair()
+    pair.group.begin([send_job()])
+    chunk = Chunk(KEY, tokens_end=8, cached_end=4)
+    own = pair.group.follow(11, [chunk])
+    assert pair.other.layer_listener(10) is None
+    other = pair.other.layer_listener(11)
+    assert other is not None
+    for layers in range(NUM_LAYERS + 1):
+        own(layers, None)
+        other(layers, None)
+    pair.group.computed(KEY, NUM_LAYERS, 8)
+    reports = [("computed", 3, 4), *(("computed", n, 8) for n in (1, 2, 3)), ("computed", 3, 8)]
+    assert pair.group.own.calls[1:] == pair.other.sender.calls[1:] == reports
+    assert pair.other.layer_listener(11) is None  # a step is run once
+
+
+def test_an_abort_after_a_rank_was_lost_ends_this_rank_s_part() -> None:
+    pair = SendingPair()
+    pair.group.begin([send_job()])
+    pair.wire.is_cut = True
+    pair.group.abort(KEY)
+    assert ("abort",) in pair.group.own.calls
+    with pytest.raises(RankLost):
+        pair.group.computed(KEY, NUM_LAYERS, 8)
+
+
+# Receivers.
+
+
+class ReceivingPair:
+    def __init__(self) -> None:
+        self.wire = Wire()
+        self.events: list[Any] = []
+        self.is_ready = 0
+        self.group = GroupReceiver(
+            FakeReceiver,  # type: ignore[arg-type]
+            Ranks(1, self.wire.send, self.wire.generations),
+            self.events.append,
+            [("shm:1",)],
+        )
+        self.answers: list[bytes] = []
+        self.other = ReceiverRank(
+            FakeReceiver,  # type: ignore[arg-type]
+            np.zeros(16, np.uint32),
+            self.answers.append,
+        )
+        self.wire.planes.append(self.other)
+
+    def ready(self) -> None:
+        self.is_ready += 1
+
+    def deliver(self) -> None:
+        for payload in self.answers:
+            self.group.answered(1, payload)
+        self.answers.clear()
+
+    def end(self, rank: int, event: Any) -> None:
+        receiver: Any = (self.group.own, self.other.receiver)[rank]
+        receiver.end(event)
+        self.deliver()
+
+
+def test_a_lease_is_granted_when_every_rank_would_take_slabs() -> None:
+    pair = ReceivingPair()
+    assert pair.group.endpoints == [("shm:0",), ("shm:1",)]
+    pair.group.expect(receive_job(), pair.ready)
+    assert pair.is_ready == 0
+    pair.deliver()
+    assert pair.is_ready == 1
+    (call,) = pair.other.receiver.calls
+    there = call[1]
+    assert (there.key, there.lease, there.tokens, there.chain_hash) == (
+        KEY,
+        LEASE,
+        Span(0, 8),
+        b"chain",
+    )
+    np.testing.assert_array_equal(there.blocks.block_ids, [3, 5])
+
+
+def test_a_worker_of_one_rank_is_ready_at_once() -> None:
+    ready: list[bool] = []
+    group = GroupReceiver(
+        FakeReceiver,  # type: ignore[arg-type]
+        Ranks(0, lambda payload: None, np.zeros(1, np.uint32)),
+        lambda event: None,
+    )
+    group.expect(receive_job(), lambda: ready.append(True))
+    assert ready == [True]
+
+
+def test_kv_is_whole_when_every_rank_has_verified_its_part() -> None:
+    pair = ReceivingPair()
+    pair.group.expect(receive_job(), pair.ready)
+    pair.deliver()
+    pair.end(1, ReceiveDone(KEY, LEASE, account(5)))
+    assert pair.events == []
+    pair.end(0, ReceiveDone(KEY, LEASE, account(6)))
+    assert [(e.lease, e.account.nbytes) for e in pair.events] == [(LEASE, 11)]
+    assert pair.group.counters == {"damaged": 2}  # one on each
+
+
+def test_a_part_that_fails_releases_the_others() -> None:
+    pair = ReceivingPair()
+    pair.group.expect(receive_job(), pair.ready)
+    pair.deliver()
+    pair.end(0, ReceiveFailed(KEY, LEASE, Reason.TIMEOUT))
+    assert ("release",) in pair.other.receiver.calls
+    assert pair.events == []
+    pair.end(1, ReceiveClosed(KEY, LEASE))
+    assert pair.events == [ReceiveFailed(KEY, LEASE, Reason.TIMEOUT)]
+
+
+# Orders.
+
+
+@given(st.lists(st.tuples(st.integers(0, 15), st.integers(1, 5)), max_size=30), st.data())
+def test_blocks_that_changed_hands_are_told_before_the_order(
+    changes: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    wire = Wire()
+    ranks = Ranks(1, wire.send, wire.generations)
+    there = np.zeros(16, np.uint32)
+    wire.planes.append(
+        SenderRank(FakeSender, NUM_LAYERS, there, lambda payload: None)  # type: ignore[arg-type]
+    )
+    for block, times in changes:
+        wire.generations[block] += times
+        if data.draw(st.booleans()):
+            ranks.tell(Abort(KEY))
+            np.testing.assert_array_equal(there, wire.generations)
+            assert isinstance(wire.sent[-1], Abort)
+    told = [order for order in wire.sent if isinstance(order, Blocks)]
+    assert all(len(order.block_ids) for order in told)
+    assert not any(
+        isinstance(a, Blocks) and isinstance(b, Blocks) for a, b in itertools.pairwise(wire.sent)
+    )
+
+
+@pytest.mark.parametrize(
+    ("plane", "order"), [(SenderRank, Release(LEASE)), (ReceiverRank, Abort(KEY))]
+)
+def test_orders_for_the_other_direction_are_refused(plane: type[Any], order: Order) -> None:
+    layers = (NUM_LAYERS,) if plane is SenderRank else ()
+    fake = FakeSender if plane is SenderRank else FakeReceiver
+    rank = plane(fake, *layers, np.zeros(1, np.uint32), lambda payload: None)
+    with pytest.raises(ProtocolError, match="no order for a"):
+        rank.handle(encode(order))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [Expected(LEASE), Done(KEY, account(), LEASE), Failed(KEY, Reason.STALE), GivenUp(KEY)],
+)
+def test_answers_keep_their_values(answer: Answer) -> None:
+    assert decode_answer(encode(answer)) == answer
