@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from kvferry.engine.plan import LayerDone, StepPlan, StepResult
@@ -17,6 +18,19 @@ class InFlight(Protocol):
     def wait(self) -> StepResult:
         """Wait for its tokens; once. Raises what the step failed of."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """A step whose result is known. An InFlight."""
+
+    result: StepResult
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> StepResult:
+        return self.result
 
 
 class Launcher(Protocol):

@@ -6,11 +6,13 @@ R sampled rows, V vocabulary ids. Parameters are uploaded and tokens fetched onc
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
 import torch
 
+from kvferry.engine.host_copy import HostCopy, to_host
 from kvferry.engine.plan import LogitEdits, RowLogprobs, SamplingRows, StepResult
 from kvferry.kernels.ops import Ops
 from kvferry.kernels.sampling.tensors import (
@@ -23,6 +25,34 @@ from kvferry.kernels.sampling.tensors import (
 from kvferry.kernels.upload import uploaded
 
 
+@dataclass(slots=True, eq=False)
+class Drawn:
+    """The tokens of a step, which its device may still be drawing. An InFlight."""
+
+    copy: HostCopy
+    """Tokens and whether they are invalid; then, where rows want log-probabilities, those of the
+    tokens, ids and values of the likeliest.
+    """
+    wanted: dict[int, int]
+    """Row -> number of top log-probabilities, in the order of those."""
+
+    def done(self) -> bool:
+        return self.copy.done()
+
+    def wait(self) -> StepResult:
+        token_ids, invalid, *logprobs = self.copy.wait()
+        result = StepResult(token_ids=token_ids.numpy())
+        result.invalid = tuple(invalid.nonzero().flatten().tolist())
+        if logprobs:
+            chosen, ids, values = (part.tolist() for part in logprobs)
+            for i, (row, count) in enumerate(self.wanted.items()):
+                if row not in result.invalid:
+                    top = tuple(zip(ids[i][:count], values[i][:count], strict=True))
+                    token = int(result.token_ids[row])
+                    result.logprobs[row] = RowLogprobs(token_id=token, logprob=chosen[i], top=top)
+        return result
+
+
 class KernelSampler:
     """Draws the tokens of a step."""
 
@@ -31,40 +61,31 @@ class KernelSampler:
 
     def __call__(self, logits: torch.Tensor, rows: SamplingRows, vocab_size: int) -> StepResult:
         """One token per row of ``logits`` [R, >= vocab_size], as ``sampler.sample`` draws them."""
+        return self.draw(logits, rows, vocab_size).wait()
+
+    def draw(self, logits: torch.Tensor, rows: SamplingRows, vocab_size: int) -> Drawn:
+        """The same, without waiting for a device."""
         edited = logits
         if rows.edits:
             edits = self._edit_tensors(rows.edits, len(logits), vocab_size, logits.device)
             edited = self._ops.apply_edits(logits, edits, vocab_size)
         params = sampling_tensors(rows, logits.device)
         drawn: SampledTokens = self._ops.sample(edited, params, vocab_size, bool(rows.edits))
-        result = StepResult(token_ids=drawn.token_ids.cpu().numpy())
-        result.invalid = tuple(np.flatnonzero(drawn.invalid.cpu().numpy()).tolist())
-        wanted = [row for row in rows.logprobs if row not in result.invalid]
-        if wanted:
-            result.logprobs = self._logprobs(logits, wanted, rows, drawn, vocab_size)
-        return result
+        found = [drawn.token_ids, drawn.invalid]
+        if rows.logprobs:
+            found += self._logprobs(logits, rows.logprobs, drawn, vocab_size)
+        return Drawn(to_host(found), rows.logprobs)
 
     def _logprobs(
-        self,
-        logits: torch.Tensor,
-        wanted: Sequence[int],
-        rows: SamplingRows,
-        drawn: SampledTokens,
-        vocab_size: int,
-    ) -> dict[int, RowLogprobs]:
-        index = uploaded(np.array(wanted, np.int32), logits.device)
-        tokens = drawn.token_ids[index.long()]
-        most = min(max(rows.logprobs[row] for row in wanted), vocab_size)
-        found = self._ops.top_logprobs(logits, index, tokens, most, vocab_size)
-        token_ids, chosen, ids, values = (
-            part.tolist() for part in (tokens, found.chosen, found.ids, found.values)
+        self, logits: torch.Tensor, wanted: dict[int, int], drawn: SampledTokens, vocab_size: int
+    ) -> list[torch.Tensor]:
+        """Of the rows that want any; those of invalid rows mean nothing."""
+        index = uploaded(np.array(list(wanted), np.int32), logits.device)
+        most = min(max(wanted.values()), vocab_size)
+        found = self._ops.top_logprobs(
+            logits, index, drawn.token_ids[index.long()], most, vocab_size
         )
-        logprobs = {}
-        for i, row in enumerate(wanted):
-            count = rows.logprobs[row]
-            top = tuple(zip(ids[i][:count], values[i][:count], strict=True))
-            logprobs[row] = RowLogprobs(token_id=token_ids[i], logprob=chosen[i], top=top)
-        return logprobs
+        return [found.chosen, found.ids, found.values]
 
     def _edit_tensors(
         self, edits: dict[int, LogitEdits], num_rows: int, vocab_size: int, device: torch.device

@@ -12,9 +12,10 @@ from kvferry.cache.paged import PagedKV
 from kvferry.engine.attention import PagedAttention
 from kvferry.engine.block_moves import move_blocks
 from kvferry.engine.cpu_attention import compiled_attention
+from kvferry.engine.in_flight import InFlight, Settled
 from kvferry.engine.kernel_attention import KernelAttention
 from kvferry.engine.kernel_sampler import KernelSampler
-from kvferry.engine.plan import LayerDone, StepPlan, StepResult
+from kvferry.engine.plan import LayerDone, SamplingRows, StepPlan, StepResult
 from kvferry.engine.sampler import sample
 from kvferry.engine.step_tensors import StepTensors
 from kvferry.kernels.ops import Backend
@@ -37,20 +38,27 @@ class ModelRunner:
         self._vocab_size = vocab_size
         self._device = kv.tensor.device
         self._attention = attention_for(decoder, kv)
-        self._sample = KernelSampler(decoder.ops) if decoder.backend.is_triton else sample
+        is_triton = decoder.backend.is_triton
+        self._draw = KernelSampler(decoder.ops).draw if is_triton else _drawn_at_once
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan, layer_done: LayerDone | None = None) -> StepResult:
         """Run one step and wait for its tokens. The KV of all rows is written, whatever their
-        logits. A step without sampled rows has nothing to wait for: on a device it may still run.
+        logits.
+        """
+        return self.launch(plan, layer_done).wait()
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan, layer_done: LayerDone | None = None) -> InFlight:
+        """The same, behind the host where the device is not the host. A step without sampled rows
+        has nothing to wait for, and may still run when it counts as done.
         """
         move_blocks(self._kv, plan)
         if not len(plan.query_lens):
-            return StepResult(token_ids=np.zeros(0, dtype=np.int64))
+            return Settled(StepResult(token_ids=np.zeros(0, dtype=np.int64)))
         logits = self.logits(plan, layer_done)
         if not (len(plan.sampled) and self._samples):
-            return StepResult(token_ids=np.zeros(0, dtype=np.int64))
-        return self._sample(logits, plan.sampling, self._vocab_size)
+            return Settled(StepResult(token_ids=np.zeros(0, dtype=np.int64)))
+        return self._draw(logits, plan.sampling, self._vocab_size)
 
     def logits(self, plan: StepPlan, layer_done: LayerDone | None = None) -> torch.Tensor:
         """Run one step: [num_sampled, V] in the compute dtype, on the device."""
@@ -79,6 +87,10 @@ class ModelRunner:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
         return event
+
+
+def _drawn_at_once(logits: torch.Tensor, rows: SamplingRows, vocab_size: int) -> InFlight:
+    return Settled(sample(logits, rows, vocab_size))
 
 
 def attention_for(decoder: Decoder, kv: PagedKV) -> Callable[[StepTensors], Attend]:
