@@ -140,7 +140,7 @@ AnyAnswer = Expected | Done | Failed | GivenUp | Counts
 def _encoded_array(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value.dtype.str, value.tobytes()
-    raise NotImplementedError(type(value))
+    raise TypeError(f"{type(value).__name__} is not sent to ranks")
 
 
 def _decoded_array(kind: Any, value: Any) -> Any:

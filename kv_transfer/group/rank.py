@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import numpy as np
@@ -47,7 +48,7 @@ Say = Callable[[bytes], None]
 """To rank 0. Raises RankLost."""
 
 
-class _RankPlane:
+class _RankPlane(ABC):
     """What both directions do: keep the generations of rank 0's blocks."""
 
     def __init__(self, generations: NDArray[np.uint32], say: Say) -> None:
@@ -65,8 +66,8 @@ class _RankPlane:
     def layer_listener(self, step: int) -> LayerDone | None:
         return None
 
-    def _obey(self, order: AnyOrder) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _obey(self, order: AnyOrder) -> None: ...
 
     def _answer(self, answer: Answer) -> None:
         self._say(encode(answer))
