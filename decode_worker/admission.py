@@ -1,23 +1,31 @@
-"""The ledger: whether a sequence may come in now, for the first time or from host memory. Pure.
+"""Who holds blocks: who may come in, for the first time or from host memory, and who has to go.
 
-It counts what runs, what is reserved or in flight, and what sequences will grow by next. Blocks
-that run, are reserved or in flight are out of the pool already, so the pool's free count less the
-growth to come is what a newcomer may take.
+The ledger counts what runs, what is reserved or in flight, and what sequences will grow by next.
+Blocks that run, are reserved or in flight are out of the pool already, so the pool's free count
+less the growth to come is what a newcomer may take.
 
 NOTE on progress. After each admission there is room for the next ``growth_tokens`` of all that
 hold blocks: whoever is let in computes as many tokens before anybody has to go. A sequence that was
 given back once comes in *guaranteed*: with room to its end, and it is never made to go again. What
 all guaranteed ones hold and will need is never more than the pool, so that with the others gone
-they finish.
+they finish. So each request is computed at most twice, however scarce blocks are.
 """
 
 from __future__ import annotations
 
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
+
+from kvferry.core.ids import BlockId
+from kvferry.decode_worker.batch import DecodeBatch
+from kvferry.engine.ports import Gate, Relief
+from kvferry.engine.sequences import Sequences, WorkerSequence
+from kvferry.engine.swaps import Swapper
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,3 +78,121 @@ class Ledger:
 
     def _blocks(self, tokens: int | NDArray[np.int64]) -> int | NDArray[np.int64]:
         return -(-tokens // self.block_size)
+
+
+class Admission:
+    """The queue for blocks of one decode worker."""
+
+    def __init__(
+        self,
+        sequences: Sequences,
+        ledger: Ledger,
+        batch: DecodeBatch,
+        gate: Gate,
+        swapper: Swapper,
+        give_back: Callable[[WorkerSequence], None],
+    ) -> None:
+        """``give_back`` ends a sequence of the batch and tells its router."""
+        self.swapper = swapper
+        self.waiting: deque[WorkerSequence] = deque()
+        """Reservations in order of arrival."""
+        self.preemptions: Counter[Relief] = Counter()
+        self._sequences = sequences
+        self._ledger = ledger
+        self._batch = batch
+        self._gate = gate
+        self._give_back = give_back
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting) + len(self.swapper.swapped)
+
+    def turn(self) -> Iterator[WorkerSequence]:
+        """Before each step: blocks for those that run, then for those that wait.
+
+        Yields the reservations that hold blocks from now on, each to be granted before the next.
+        """
+        num_preempted = self.preemptions.total()
+        if self._gate.shut:
+            self._ask_gate()
+        self._make_room()
+        # What was freed is for those for whom others had to go.
+        if self.preemptions.total() == num_preempted and self._resume():
+            yield from self._admit()
+
+    def _ask_gate(self) -> None:
+        length = self._sequences.table.length
+        for seq in [*self._batch.running, *self._batch.prompts]:
+            relief = self._gate.preempts(seq.key, int(length[seq.row]))
+            if relief is not None:
+                self._preempt(seq, relief)
+
+    def _make_room(self) -> None:
+        """Give running sequences blocks to go on with, be it those of others."""
+        while chosen := self._batch.grow():
+            for seq in chosen:
+                self._preempt(seq, Relief.SWAP)
+        stuck = self._batch.stuck()
+        if stuck is not None and not self._blocks_will_come():
+            self._give_back(stuck)  # nobody else holds any: it can never fit
+
+    def _blocks_will_come(self) -> bool:
+        """Whether a fence will be lifted, or a reservation come to something."""
+        num_holders = len(self._sequences.held_rows())
+        in_batch = len(self._batch.running) + len(self._batch.prompts)
+        return self._sequences.pool.num_fences > 0 or num_holders > in_batch
+
+    def _preempt(self, seq: WorkerSequence, relief: Relief) -> None:
+        self._batch.discard(seq)
+        if relief is Relief.SWAP and self.swapper.swap_out(seq):
+            self.preemptions[Relief.SWAP] += 1
+        else:
+            self._batch.join(seq)
+            self._give_back(seq)
+
+    def _resume(self) -> bool:
+        """Let swapped sequences go on while there is room, the oldest first. Returns whether none
+        is left: nobody new comes in before.
+        """
+        table = self._sequences.table
+        while self.swapper.swapped:
+            seq = self.swapper.swapped[0]
+            if self._gate.shut and self._gate.holds(seq.state, seq.key):
+                return False
+            cached = self.swapper.cached_blocks(seq)
+            length, most = int(table.length[seq.row]), int(table.max_length[seq.row])
+            if not self._has_room(seq, cached, length, most):
+                return False
+            if not self.swapper.swap_in(seq, cached):
+                return False
+            self._batch.join(seq)
+        return True
+
+    def _admit(self) -> Iterator[WorkerSequence]:
+        """Reservations in order of arrival, while the ledger has room for the first."""
+        sequences = self._sequences
+        while self.waiting:
+            seq = self.waiting[0]
+            if self._gate.shut and self._gate.holds(seq.state, seq.key):
+                return
+            # A local prompt computes its last position here; otherwise all KV may be cached.
+            cached = sequences.cached_blocks(seq, seq.length - seq.local)
+            most = seq.spec.prompt_len + seq.spec.sampling.max_tokens
+            most = min(most, sequences.table.max_model_len)
+            if not self._has_room(seq, cached, seq.length, most):
+                return
+            if not sequences.hold(seq, cached, reserved=True):
+                return
+            self.waiting.popleft()
+            yield seq
+
+    def _has_room(self, seq: WorkerSequence, cached: list[BlockId], length: int, most: int) -> bool:
+        """For its ``length`` tokens now, and what it grows to on its way to ``most``."""
+        sequences, table, ledger = self._sequences, self._sequences.table, self._ledger
+        held = sequences.held_rows()
+        fresh = sequences.blocks_for(length) - len(cached)
+        # Acquiring cached blocks takes them out of what others could evict.
+        free = sequences.pool.num_free - sequences.pool.num_free_among(cached)
+        growth = ledger.growth(table.length[held], table.max_length[held], table.guaranteed[held])
+        own = ledger.growth(np.array([length]), np.array([most]), np.array([seq.guaranteed]))
+        return ledger.admits(free, fresh, growth if held.size else None, own)

@@ -19,14 +19,12 @@ With role ``both`` the router sends Prefill here as well: same life, no transfer
 from __future__ import annotations
 
 import itertools
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping
 from typing import Protocol
 
-import numpy as np
-
-from kvferry.core.ids import AttemptKey, BlockId, Incarnation, LeaseId, RequestId
-from kvferry.decode_worker.admission import Ledger
+from kvferry.core.ids import AttemptKey, Incarnation, LeaseId, RequestId
+from kvferry.decode_worker.admission import Admission, Ledger
 from kvferry.decode_worker.batch import DecodeBatch
 from kvferry.engine.emit import emit_tokens
 from kvferry.engine.first_token import FirstToken, report_first_token
@@ -88,9 +86,8 @@ class DecodeRole:
         self._wire = wire
         self.endings: Counter[str] = Counter()
         """Leases so far, by how they ended."""
-        self.preemptions: Counter[Relief] = Counter()
-        self._swapper = Swapper(sequences, num_host_slots)
-        self._waiting: deque[WorkerSequence] = deque()
+        swapper = Swapper(sequences, num_host_slots)
+        self._admission = Admission(sequences, ledger, batch, gate, swapper, self._give_back)
         self._leases = itertools.count(1)
 
     def receive(self, port: RouterPort, message: pb.RouterMessage) -> None:
@@ -118,22 +115,22 @@ class DecodeRole:
             send_failed(seq.port, seq.key, "transfer", failure_text(event))
 
     def plan(self) -> StepPlan | None:
-        num_preempted = self.preemptions.total()
         if self._gate.shut:
-            self._ask_gate()
-        self._make_room()
-        if self.preemptions.total() == num_preempted:
-            self._resume()  # else what was freed is for those that others had to go for
-        plan = self._batch.plan(moves=self._swapper.has_moves)
+            for seq in [s for s in self.sequences if s.state is State.RESERVED]:
+                self._begin(seq)  # a gate may have opened since
+        for seq in self._admission.turn():
+            self._grant(seq)
+        swaps = self._admission.swapper
+        plan = self._batch.plan(moves=swaps.has_moves)
         if plan is not None:
-            self._swapper.add_moves(plan)
+            swaps.add_moves(plan)
         return plan
 
     def layer_listener(self) -> None:
         """What is computed here stays here."""
 
     def commit(self, result: StepResult) -> None:
-        self._swapper.settle()
+        self._admission.swapper.settle()
         tokens, firsts = self._batch.commit(result)
         if tokens.rows.size:
             emit_tokens(
@@ -151,7 +148,7 @@ class DecodeRole:
         self._fail(self._batch.planned.invalid(result), "its logits are not finite")
 
     def fail_step(self, error: Exception) -> None:
-        for seq in self._swapper.failed():
+        for seq in self._admission.swapper.failed():
             self._give_back(seq)
         self._fail(self._batch.failed(), str(error))
 
@@ -163,7 +160,7 @@ class DecodeRole:
     def end(self, seq: WorkerSequence) -> None:
         match seq.state:
             case State.WAITING:
-                self._waiting.remove(seq)
+                self._admission.waiting.remove(seq)
                 self.sequences.close(seq)
             case State.RESERVED if not seq.verified:
                 # A scatter may be writing its blocks: the receiver's last word lifts the fence.
@@ -172,7 +169,7 @@ class DecodeRole:
             case State.RESERVED:
                 self.sequences.close(seq)
             case State.SWAPPED:
-                self._swapper.discard(seq)
+                self._admission.swapper.discard(seq)
                 self.sequences.close(seq)
             case _:
                 self._batch.discard(seq)
@@ -180,13 +177,17 @@ class DecodeRole:
 
     def counts(self) -> tuple[int, int, int]:
         running = len(self._batch.running) + len(self._batch.prompts)
-        waiting = len(self._waiting) + len(self._swapper.swapped)
-        return running, waiting, self._batch.waiting_tokens
+        return running, self._admission.num_waiting, self._batch.waiting_tokens
+
+    @property
+    def preemptions(self) -> Mapping[Relief, int]:
+        """Sequences that had to go so far."""
+        return self._admission.preemptions
 
     @property
     def num_free_slots(self) -> int:
         """Host slots that nobody waits in."""
-        return self._swapper.num_free
+        return self._admission.swapper.num_free
 
     def transfer_counts(self) -> TransferCounts:
         dropped = {str(reason): count for reason, count in self._receiver.counters.items()}
@@ -205,7 +206,7 @@ class DecodeRole:
         reason = self._ledger.never_fits(len(reserve.sequence.token_ids)) or spec_fault(
             reserve.key, reserve.sequence, self.sequences.vocab_size
         )
-        full = len(self._waiting) >= self._reserve_queue
+        full = len(self._admission.waiting) >= self._reserve_queue
         if reason is not None or full:
             refused = pb.Refused(
                 key=reserve.key, reason=reason or "reservation queue is full", never=bool(reason)
@@ -214,93 +215,14 @@ class DecodeRole:
             return None
         seq = self.sequences.open(key, port, reserve.sequence)
         seq.local = reserve.local
-        self._waiting.append(seq)
+        self._admission.waiting.append(seq)
         return None
 
-    def _ask_gate(self) -> None:
-        """A gate may have opened since, or want blocks to run out now."""
-        for seq in [s for s in self.sequences if s.state is State.RESERVED]:
-            self._begin(seq)
-        length = self.sequences.table.length
-        for seq in [*self._batch.running, *self._batch.prompts]:
-            relief = self._gate.preempts(seq.key, int(length[seq.row]))
-            if relief is not None:
-                self._preempt(seq, relief)
-
-    def _make_room(self) -> None:
-        """Give running sequences blocks to go on with, be it those of others."""
-        while chosen := self._batch.grow():
-            for seq in chosen:
-                self._preempt(seq, Relief.SWAP)
-        stuck = self._batch.stuck()
-        if stuck is not None and not self._blocks_will_come():
-            self._give_back(stuck)  # nobody else holds any: it can never fit
-
-    def _blocks_will_come(self) -> bool:
-        """Whether a fence will be lifted, or a reservation come to something."""
-        num_holders = len(self.sequences.held_rows())
-        in_batch = len(self._batch.running) + len(self._batch.prompts)
-        return self.sequences.pool.num_fences > 0 or num_holders > in_batch
-
-    def _preempt(self, seq: WorkerSequence, relief: Relief) -> None:
-        self._batch.discard(seq)
-        if relief is Relief.SWAP and self._swapper.swap_out(seq):
-            self.preemptions[Relief.SWAP] += 1
-        else:
-            self._batch.join(seq)
-            self._give_back(seq)
-
     def _give_back(self, seq: WorkerSequence) -> None:
-        self.preemptions[Relief.GIVE_BACK] += 1
+        self._admission.preemptions[Relief.GIVE_BACK] += 1
         self.end(seq)
         preempted = pb.Preempted(key=key_message(seq.key))
         seq.port.send(pb.WorkerMessage(preempted=preempted))
-
-    def _resume(self) -> None:
-        """Let in those who wait while the ledger has room for the first: swapped ones by age, then
-        reservations by arrival.
-        """
-        table = self.sequences.table
-        while self._swapper.swapped:
-            seq = self._swapper.swapped[0]
-            if self._gate.shut and self._gate.holds(seq.state, seq.key):
-                return
-            cached = self._swapper.cached_blocks(seq)
-            length, most = int(table.length[seq.row]), int(table.max_length[seq.row])
-            if not self._has_room(seq, cached, length, most):
-                return
-            if not self._swapper.swap_in(seq, cached):
-                return
-            self._batch.join(seq)
-        self._admit()
-
-    def _admit(self) -> None:
-        """Grant reservations in order of arrival while the ledger has room for the first."""
-        max_model_len = self.sequences.table.max_model_len
-        while self._waiting:
-            seq = self._waiting[0]
-            if self._gate.shut and self._gate.holds(seq.state, seq.key):
-                return
-            # A local prompt computes its last position here; otherwise all KV may be cached.
-            cached = self.sequences.cached_blocks(seq, seq.length - seq.local)
-            most = min(seq.spec.prompt_len + seq.spec.sampling.max_tokens, max_model_len)
-            if not self._has_room(seq, cached, seq.length, most):
-                return
-            if not self.sequences.hold(seq, cached, reserved=True):
-                return
-            self._waiting.popleft()
-            self._grant(seq)
-
-    def _has_room(self, seq: WorkerSequence, cached: list[BlockId], length: int, most: int) -> bool:
-        """For its ``length`` tokens now, and what it grows to on its way to ``most``."""
-        table, ledger = self.sequences.table, self._ledger
-        held = self.sequences.held_rows()
-        fresh = self.sequences.blocks_for(length) - len(cached)
-        # Acquiring cached blocks takes them out of what others could evict.
-        free = self.sequences.pool.num_free - self.sequences.pool.num_free_among(cached)
-        growth = ledger.growth(table.length[held], table.max_length[held], table.guaranteed[held])
-        own = ledger.growth(np.array([length]), np.array([most]), np.array([seq.guaranteed]))
-        return ledger.admits(free, fresh, growth if held.size else None, own)
 
     def _grant(self, seq: WorkerSequence) -> None:
         seq.enter(State.RESERVED)

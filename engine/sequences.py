@@ -206,7 +206,7 @@ class Sequences:
         self.by_row[seq.row] = seq
         return True
 
-    def let_go(self, seq: WorkerSequence, fence: Hashable) -> None:
+    def let_go(self, seq: WorkerSequence, fence: Hashable | None) -> None:
         """Take all blocks from a live sequence, which keeps its row and what is computed."""
         self.pool.release(seq.blocks, fence)
         seq.blocks = []

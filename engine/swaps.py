@@ -54,11 +54,12 @@ class Swapper:
             return False
         seq.slots = [self._free.pop() for _ in range(count)]
         self._out += zip(seq.blocks, seq.slots, strict=False)
-        sequences.let_go(seq, SWAP_FENCE)
+        sequences.let_go(seq, SWAP_FENCE if count else None)
         seq.swapped_from = seq.state
         seq.enter(State.SWAPPED)
         insort(self.swapped, seq, key=_age_order)
-        self._moved.append(seq)
+        if count:
+            self._moved.append(seq)
         return True
 
     def cached_blocks(self, seq: WorkerSequence) -> list[BlockId]:
