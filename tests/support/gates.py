@@ -7,6 +7,7 @@ import threading
 import time
 
 from kvferry.core.ids import AttemptKey
+from kvferry.engine.ports import Relief
 
 
 class HoldAt:
@@ -42,6 +43,27 @@ class HoldAt:
         """Wait until a request is held. Raises AssertionError when none comes."""
         if not await asyncio.to_thread(self._reached.wait, timeout_s):
             raise AssertionError(f"no request reached {self._state}; seen: {self.seen}")
+
+
+class PreemptEvery:
+    """Takes the blocks of every request before each of its decode steps, once per token."""
+
+    shut = True
+
+    def __init__(self, relief: Relief) -> None:
+        self.count = 0
+        self._relief = relief
+        self._done: set[tuple[int, int]] = set()
+
+    def holds(self, state: str, key: AttemptKey) -> bool:
+        return False
+
+    def preempts(self, key: AttemptKey, length: int) -> Relief | None:
+        if (key.request, length) in self._done:
+            return None
+        self._done.add((key.request, length))
+        self.count += 1
+        return self._relief
 
 
 async def eventually(check, timeout_s: float = 20.0, what: str = "") -> None:
