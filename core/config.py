@@ -70,13 +70,15 @@ class PoolConfig(Section):
     """One pool of equal workers."""
 
     workers: int = Field(1, ge=0, description="Worker processes in the pool.")
-    tp: int = Field(1, ge=1, description="Tensor-parallel degree of each worker.")
+    tp: int = Field(
+        1, ge=1, description="Tensor-parallel ranks of each worker, a process each, on one host."
+    )
     block_size: int = Field(16, ge=1, le=1024, description="Tokens per KV block.")
-    kv_memory: Bytes = Field(parse_bytes("512MiB"), description="KV cache per worker.")
+    kv_memory: Bytes = Field(parse_bytes("512MiB"), description="KV cache per rank.")
     kv_dtype: Dtype | None = Field(
         None, description="Element type of this pool's KV cache; default: model.kv_dtype."
     )
-    threads: int = Field(1, ge=1, description="CPU threads per worker for tensor work.")
+    threads: int = Field(1, ge=1, description="CPU threads per rank for tensor work.")
     max_batch_tokens: int = Field(
         512, ge=1, description="Tokens computed per step at most; the prefill chunk."
     )
@@ -224,9 +226,6 @@ class Config(Section):
             )
         if self.cluster.silence_s <= 2 * self.cluster.beat_s:
             raise ValueError("cluster.silence_s: must be more than twice cluster.beat_s")
-        for name, pool in (("prefill", self.prefill), ("decode", self.decode)):
-            if pool.tp != 1:
-                raise ValueError(f"{name}.tp: only 1 is supported by this version")
         if self.cluster.device != "cpu":
             raise ValueError(
                 f"cluster.device: {self.cluster.device} is not supported by this version; set cpu"
