@@ -121,9 +121,9 @@ class Admission:
             yield from self._admit()
 
     def _ask_gate(self) -> None:
-        length = self._sequences.table.length
+        computed = self._sequences.table.computed
         for seq in [*self._batch.running, *self._batch.prompts]:
-            relief = self._gate.preempts(seq.key, int(length[seq.row]))
+            relief = self._gate.preempts(seq.key, int(computed[seq.row]))
             if relief is not None:
                 self._preempt(seq, relief)
 

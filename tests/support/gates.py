@@ -29,7 +29,7 @@ class HoldAt:
         self._reached.set()
         return True
 
-    def preempts(self, key: AttemptKey, length: int) -> None:
+    def preempts(self, key: AttemptKey, computed: int) -> None:
         return None
 
     def hold(self, state: str) -> None:
@@ -58,7 +58,7 @@ class PreemptEvery:
     def holds(self, state: str, key: AttemptKey) -> bool:
         return False
 
-    def preempts(self, key: AttemptKey, length: int) -> Relief | None:
+    def preempts(self, key: AttemptKey, computed: int) -> Relief | None:
         if (key.request, length) in self._done:
             return None
         self._done.add((key.request, length))

@@ -19,7 +19,7 @@ from reference_loop import (
 )
 from tiny_models import VOCAB_SIZE, save, tiny_model
 
-from kvferry.core.config import ModelConfig, PoolConfig
+from kvferry.core.config import DecodeConfig, ModelConfig
 from kvferry.core.dtypes import DTYPE_BYTES
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine.backend import Backend
@@ -48,6 +48,7 @@ class TinyModel:
         dtype: str = "float64",
         kv_dtype: str | None = None,
         max_model_len: int = MAX_MODEL_LEN,
+        swap_tokens: int = 0,
     ) -> Callable[[int], Backend]:
         """``local_system``'s way to ask for a backend."""
         return partial(
@@ -57,6 +58,7 @@ class TinyModel:
             dtype=dtype,
             kv_dtype=kv_dtype,
             max_model_len=max_model_len,
+            swap_tokens=swap_tokens,
         )
 
     def answer(
@@ -94,14 +96,21 @@ def served_backend(
     dtype: str = "float64",
     kv_dtype: str | None = None,
     max_model_len: int = MAX_MODEL_LEN,
+    swap_tokens: int = 0,
 ) -> Backend:
-    """Load a tiny model's folder with room for ``num_tokens``, as a worker does when it starts."""
+    """Load a tiny model's folder as a worker does when it starts, with room for ``num_tokens`` in
+    its cache and for ``swap_tokens`` in host memory.
+    """
     model = ModelConfig(dtype=dtype, kv_dtype=kv_dtype, max_model_len=max_model_len)  # type: ignore[arg-type]
     spec = read_spec(folder)
     per_token = (
         2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * DTYPE_BYTES[kv_dtype or dtype]
     )
-    pool = PoolConfig(block_size=block_size, kv_memory=num_tokens * per_token)
+    pool = DecodeConfig(
+        block_size=block_size,
+        kv_memory=num_tokens * per_token,
+        swap_memory=swap_tokens * per_token,
+    )
     return load_backend(folder, VOCAB_SIZE, model, pool, "pool")
 
 
