@@ -59,9 +59,9 @@ class PreemptEvery:
         return False
 
     def preempts(self, key: AttemptKey, computed: int) -> Relief | None:
-        if (key.request, length) in self._done:
+        if (key.request, computed) in self._done:
             return None
-        self._done.add((key.request, length))
+        self._done.add((key.request, computed))
         self.count += 1
         return self._relief
 
