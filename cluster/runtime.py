@@ -58,8 +58,11 @@ def bundles(config: Config, cluster: Mapping[str, float] = _NOTHING) -> list[dic
     wanted = []
     for role, pool in (("prefill", config.prefill), ("decode", config.decode)):
         own = {role: ROLE_SHARE} if role in cluster else {}
-        cpus = float(pool.threads * pool.tp)  # one bundle: the ranks of a worker share a host
-        wanted += [{"CPU": cpus, **own} for _ in range(pool.workers)]
+        # One bundle per worker: its ranks share a host.
+        bundle = {"CPU": float(pool.threads * pool.tp), **own}
+        if config.cluster.device == "cuda":
+            bundle["GPU"] = float(pool.tp)
+        wanted += [dict(bundle) for _ in range(pool.workers)]
     return wanted
 
 

@@ -93,7 +93,11 @@ class WorkerHandle:
         strategy = PlacementGroupSchedulingStrategy(
             self._group, placement_group_bundle_index=self._bundle
         )
-        return ray.remote(kind).options(num_cpus=self._pool.threads, scheduling_strategy=strategy)
+        return ray.remote(kind).options(
+            num_cpus=self._pool.threads,
+            num_gpus=int(self._config.cluster.device == "cuda"),
+            scheduling_strategy=strategy,
+        )
 
     async def _answer(self, call: Awaitable[T]) -> T:
         limit_s = self._config.cluster.start_timeout_s

@@ -60,6 +60,11 @@ class ModelConfig(Section):
     max_model_len: int | None = Field(
         None, ge=2, description="Context limit in tokens; default: the model's own."
     )
+    deterministic: bool = Field(
+        False,
+        description="Compute every row alike whatever else is in the batch, at some cost on GPUs; "
+        "docs/engine.md says what that promises.",
+    )
 
     @property
     def name(self) -> str:
@@ -226,10 +231,6 @@ class Config(Section):
             )
         if self.cluster.silence_s <= 2 * self.cluster.beat_s:
             raise ValueError("cluster.silence_s: must be more than twice cluster.beat_s")
-        if self.cluster.device != "cpu":
-            raise ValueError(
-                f"cluster.device: {self.cluster.device} is not supported by this version; set cpu"
-            )
         self._check_transfer()
         return self
 

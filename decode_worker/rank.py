@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from kvferry.core.config import Config
 from kvferry.core.ids import Incarnation
 from kvferry.engine.backend import Backend
-from kvferry.engine.collectives import gloo_collectives
+from kvferry.engine.collectives import collectives
 from kvferry.engine.follower import Follower
 from kvferry.engine.loading import load_part
 from kvferry.engine.rank_group import OPERATION_S
@@ -70,9 +70,12 @@ class DecodeRank:
         pool, limit_s = config.decode, config.cluster.start_timeout_s
         follower = Follower(port, rank, secret, limit_s)
         try:
-            ranks = gloo_collectives(follower.store, rank, pool.tp, OPERATION_S)
+            model, device = config.model, config.cluster.device
+            ranks = collectives(
+                follower.store, rank, pool.tp, OPERATION_S, device, model.deterministic
+            )
             follower.abort = ranks.abort
-            part = load_part(folder, vocab_size, config.model, pool, "decode", ranks)
+            part = load_part(folder, vocab_size, model, pool, "decode", ranks, device)
             return cls(config, part, secret, follower)
         except Exception as error:
             follower.fail(error)

@@ -62,7 +62,7 @@ class TorchCollectives:
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], 1)
 
     def abort(self) -> None:
-        """End what is under way, here and on the other ranks. Any thread may call it; idempotent."""
+        """End what is under way, on all ranks. Any thread may call it; idempotent."""
         if not self._is_gloo:
             self._group.abort()
             return
@@ -98,6 +98,15 @@ class TorchCollectives:
         options.rootRank = 0
         _checked(lambda: self._group.gather([parts] if parts else [], [x], options).wait())
         return parts
+
+
+def collectives(
+    store: dist.Store, rank: int, size: int, timeout_s: float, device: str, deterministic: bool
+) -> TorchCollectives:
+    """The ranks of a worker, wherever it computes. Raises RankLost."""
+    if device == "cpu":
+        return gloo_collectives(store, rank, size, timeout_s)
+    return nccl_collectives(store, rank, size, timeout_s, in_rank_order=deterministic)
 
 
 def gloo_collectives(

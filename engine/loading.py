@@ -16,14 +16,14 @@ from kvferry.core.config import ModelConfig, PoolConfig
 from kvferry.core.errors import ConfigError, RankLost, StartupError
 from kvferry.core.units import format_bytes
 from kvferry.engine.backend import Backend, ModelIdentity
-from kvferry.engine.collectives import gloo_collectives
+from kvferry.engine.collectives import collectives
 from kvferry.engine.parallel_runner import ParallelRunner
 from kvferry.engine.plan import Runner, SamplingRows, StepPlan
 from kvferry.engine.rank_group import OPERATION_S, RankGroup
 from kvferry.engine.runner import ModelRunner
 from kvferry.models.identity import tokenizer_digest, weights_digest
 from kvferry.models.load import load_model
-from kvferry.models.parallel import Collectives, parallelise
+from kvferry.models.parallel import Collectives
 from kvferry.models.shard import ModelShard, shard_of
 from kvferry.models.spec import ModelSpec, read_spec
 
@@ -36,8 +36,10 @@ def load_backend(
     pool_name: str,
     group: RankGroup | None = None,
     timeout_s: float = math.inf,
+    device: str = "cpu",
 ) -> Backend:
-    """Load a ready Hugging Face folder on the CPU. ``vocab_size`` is the tokenizer's.
+    """Load a ready Hugging Face folder. ``vocab_size`` is the tokenizer's; ``device``: ``cpu``, or
+    ``cuda`` for the one GPU that this process sees.
 
     ``group``: this is its rank 0, and the other ranks come and load theirs within ``timeout_s``; it
     is closed when that fails.
@@ -46,12 +48,14 @@ def load_backend(
     of the context limit, StartupError when a rank is missing.
     """
     if group is None:
-        backend = load_part(folder, vocab_size, model, pool, pool_name)
+        backend = load_part(folder, vocab_size, model, pool, pool_name, device=device)
         _warm_up(backend.runner)
         return backend
     try:
-        ranks = _joined(group, timeout_s)
-        part = load_part(folder, vocab_size, model, pool, pool_name, ranks)
+        group.join_all(timeout_s)
+        ranks = collectives(group.store, 0, group.size, OPERATION_S, device, model.deterministic)
+        group.abort = ranks.abort
+        part = load_part(folder, vocab_size, model, pool, pool_name, ranks, device)
         endpoints = group.wait_ready(timeout_s)
         backend = replace(
             part,
@@ -69,13 +73,6 @@ def load_backend(
         raise
 
 
-def _joined(group: RankGroup, timeout_s: float) -> Collectives:
-    group.join_all(timeout_s)
-    ranks = gloo_collectives(group.store, 0, group.size, OPERATION_S)
-    group.abort = ranks.abort
-    return ranks
-
-
 def load_part(
     folder: Path,
     vocab_size: int,
@@ -83,18 +80,27 @@ def load_part(
     pool: PoolConfig,
     pool_name: str,
     ranks: Collectives | None = None,
+    device: str = "cpu",
 ) -> Backend:
     """One rank's part, which has run nothing yet; without ``ranks`` all of it. Raises as
     ``load_backend`` does, and ConfigError for more ranks than can share the model.
     """
     torch.set_num_threads(pool.threads)
+    if device != "cpu" and not torch.cuda.is_available():
+        raise ConfigError("cluster.device", f"there is no {device} device on this host; set cpu")
     spec = read_spec(folder, model.max_model_len)
     rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
     shards = [shard_of(spec, r, size, f"{pool_name}.tp") for r in range(size)]
-    decoder = load_model(folder, getattr(torch, model.dtype), model.max_model_len)
-    if ranks is not None:
-        parallelise(decoder, ranks)
-    kv = allocate_kv(spec, getattr(torch, pool.cache_dtype(model)), pool, pool_name, shards, rank)
+    decoder = load_model(
+        folder,
+        getattr(torch, model.dtype),
+        model.max_model_len,
+        device,
+        batch_invariant=model.deterministic,
+        ranks=ranks,
+    )
+    kv_dtype = getattr(torch, pool.cache_dtype(model))
+    kv = allocate_kv(spec, kv_dtype, pool, pool_name, shards, rank, device)
     digests = weights_digest(folder), tokenizer_digest(folder)
     return Backend(
         runner=ModelRunner(decoder, kv, vocab_size, samples=rank == 0),
@@ -114,6 +120,7 @@ def allocate_kv(
     pool_name: str,
     shards: Sequence[ModelShard],
     rank: int = 0,
+    device: str = "cpu",
 ) -> PagedKV:
     """As many blocks as the pool's memory holds on the rank with the most heads: all ranks number
     them alike. Raises ConfigError with the arithmetic.
@@ -138,7 +145,9 @@ def allocate_kv(
         )
     num_blocks = num_blocks_for(pool.kv_memory, nbytes, key=key)
     slots = pool.host_nbytes // nbytes
-    return PagedKV.allocate(**shape, num_blocks=num_blocks, dtype=dtype, num_host_slots=slots)
+    return PagedKV.allocate(
+        **shape, num_blocks=num_blocks, dtype=dtype, device=device, num_host_slots=slots
+    )
 
 
 def _warm_up(runner: Runner) -> None:

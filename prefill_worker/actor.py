@@ -55,6 +55,7 @@ class PrefillActor:
             "prefill",
             self._group,
             config.cluster.start_timeout_s,
+            config.cluster.device,
         )
         self._worker = PrefillWorker(self._worker_id, config, backend, self._secret)
         return await self._worker.start()

@@ -55,6 +55,13 @@ def test_ray_has_room_for_all_workers_whatever_the_host_has() -> None:
     assert "num_cpus" not in joined.calls[0]
 
 
+def test_the_ranks_of_a_worker_share_a_bundle_and_so_a_host() -> None:
+    pools = {"prefill": {"tp": 4, "threads": 2, "workers": 2}, "decode": {"tp": 2}}
+    assert bundles(parse_config(pools)) == [{"CPU": 8.0}, {"CPU": 8.0}, {"CPU": 2.0}]
+    on_gpus = bundles(parse_config({**pools, "cluster": {"device": "cuda"}}))
+    assert [bundle["GPU"] for bundle in on_gpus] == [4.0, 4.0, 2.0]
+
+
 def test_hosts_that_have_a_role_get_workers_of_that_role() -> None:
     config = parse_config({"prefill": {"workers": 2}})
     marked = bundles(config, {"CPU": 8.0, "prefill": 1.0, "decode": 1.0, "head": 1.0})

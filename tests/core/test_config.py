@@ -80,7 +80,7 @@ def test_an_empty_file_means_defaults(tmp_path: Path) -> None:
         ({"transfer": {"transport": "cuda_ipc"}}, "transfer.transport", "between GPUs"),
         ({"prefill": {"workers": 0}}, "prefill.workers", "decode.role: both"),
         ({"cluster": {"silence_s": 2.0}}, "cluster.silence_s", "twice"),
-        ({"cluster": {"device": "cuda"}}, "cluster.device", "set cpu"),
+        ({"cluster": {"device": "tpu"}}, "cluster.device", "'cpu' or 'cuda'"),
         ({"transfer": {"slab": "1GiB"}}, "transfer.slab", "staging"),
         ({1: {}}, "1", "unknown key"),
     ],
