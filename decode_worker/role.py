@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from kvferry.core.ids import AttemptKey, Incarnation, LeaseId, RequestId
@@ -34,27 +34,28 @@ from kvferry.engine.ports import Gate, Relief, RouterPort, key_message, send_fai
 from kvferry.engine.sequences import Sequences, State, WorkerSequence
 from kvferry.engine.specs import spec_fault
 from kvferry.engine.swaps import Swapper
-from kvferry.kv_transfer.counters import Tally
-from kvferry.kv_transfer.jobs import Reason, ReceiveClosed, ReceiveDone, ReceiveFailed, ReceiveJob
+from kvferry.kv_transfer.jobs import ReceiveClosed, ReceiveDone, ReceiveFailed, ReceiveJob
 from kvferry.kv_transfer.layout import Span
 from kvferry.kv_transfer.wire import account_message, block_table, ending_of, failure_text
 from kvferry.proto import worker_pb2 as pb
 
 
 class Receiver(Protocol):
-    """The receiving half of the KV plane; ``kv_transfer.receiver.KvReceiver`` is the real one."""
+    """The receiving half of the KV plane; ``kv_transfer.group.receiver`` has the real one."""
 
-    def expect(self, job: ReceiveJob) -> None: ...
+    def expect(self, job: ReceiveJob, ready: Callable[[], None]) -> None:
+        """``ready`` is called, on some thread, once slabs may come."""
+        ...
 
     def renew(self, lease: LeaseId, deadline_s: float) -> None: ...
 
     def release(self, lease: LeaseId) -> None: ...
 
     @property
-    def counters(self) -> Mapping[Reason, int]: ...
+    def counters(self) -> Mapping[str, int]: ...
 
     @property
-    def tallies(self) -> Mapping[Tally, int]: ...
+    def tallies(self) -> Mapping[str, int]: ...
 
 
 class DecodeRole:
@@ -190,9 +191,11 @@ class DecodeRole:
         return self._admission.swapper.num_free
 
     def transfer_counts(self) -> TransferCounts:
-        dropped = {str(reason): count for reason, count in self._receiver.counters.items()}
-        events = {str(what): count for what, count in self._receiver.tallies.items()}
-        return {"dropped": dropped, "endings": dict(self.endings), "link_events": events}
+        return {
+            "dropped": self._receiver.counters,
+            "endings": dict(self.endings),
+            "link_events": self._receiver.tallies,
+        }
 
     def _fail(self, seqs: list[WorkerSequence], message: str) -> None:
         for seq in seqs:
@@ -227,14 +230,15 @@ class DecodeRole:
     def _grant(self, seq: WorkerSequence) -> None:
         seq.enter(State.RESERVED)
         seq.lease = LeaseId(next(self._leases))
-        if seq.local or seq.cached_tokens == seq.length:
-            self._verified(seq)
-        else:
-            self._receiver.expect(self._job(seq))
         granted = pb.Granted(
             key=key_message(seq.key), lease=seq.lease, cached_tokens=seq.cached_tokens
         )
-        seq.port.send(pb.WorkerMessage(granted=granted))
+        message = pb.WorkerMessage(granted=granted)
+        if seq.local or seq.cached_tokens == seq.length:
+            self._verified(seq)
+            seq.port.send(message)
+        else:
+            self._receiver.expect(self._job(seq), lambda: seq.port.send(message))
 
     def _job(self, seq: WorkerSequence) -> ReceiveJob:
         return ReceiveJob(

@@ -11,6 +11,7 @@ from kvferry.core.dtypes import kv_flavour
 from kvferry.core.ids import Incarnation
 from kvferry.decode_worker.admission import Ledger
 from kvferry.decode_worker.batch import DecodeBatch
+from kvferry.decode_worker.rank import receiver_of
 from kvferry.decode_worker.role import DecodeRole
 from kvferry.engine.backend import Backend
 from kvferry.engine.host import WorkerHost
@@ -18,14 +19,12 @@ from kvferry.engine.loop import StepLoop
 from kvferry.engine.ports import Gate, OpenGate
 from kvferry.engine.session import SessionServer
 from kvferry.engine.wiring import build_parts, session_settings, worker_hello
-from kvferry.kv_transfer.pool_memory import pool_memory
-from kvferry.kv_transfer.receiver import KvReceiver
+from kvferry.kv_transfer.group.ranks import Ranks
+from kvferry.kv_transfer.group.receiver import GroupReceiver
 from kvferry.kv_transfer.wire import (
     endpoint_messages,
     layout_message,
     layout_of,
-    link_options,
-    listeners,
 )
 
 
@@ -44,7 +43,7 @@ class DecodeWorker:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         pool = config.decode
-        layout = layout_of(backend.kv)
+        layout = layout_of(backend.kv, backend.num_kv_heads, backend.tp)
         wire = config.kv_wire
         root = backend.identity.root(kv_flavour(layout.dtype, wire))
         parts = build_parts(backend, pool, root, config.transfer.lease_s, clock)
@@ -52,16 +51,14 @@ class DecodeWorker:
         self.hello.layout.CopyFrom(layout_message(layout))
         self.hello.kv_wire = wire
         incarnation = Incarnation(self.hello.incarnation)
-        memory = pool_memory(backend.kv, layout, parts.pool.generations)
-        self.receiver = KvReceiver(
-            memory,
-            link_options(config, secret, incarnation),
+        live = parts.pool.generations
+        self.receiver = GroupReceiver(
+            receiver_of(config, backend, layout, secret, incarnation, live, clock=clock),
+            Ranks(backend.tp - 1, backend.order, live),
             lambda event: self.loop.post(event),
-            # A worker that prefills for itself takes no KV from outside.
-            listeners(config, pool.host) if pool.role == "decode" else [],
-            clock,
+            backend.rank_endpoints,
         )
-        self.hello.kv_endpoints.extend(endpoint_messages([self.receiver.endpoints]))
+        self.hello.kv_endpoints.extend(endpoint_messages(self.receiver.endpoints))
         gate = gate or OpenGate()
         batch = DecodeBatch(
             parts.sequences, parts.stepper, gate, pool.max_batch_tokens, pool.max_batch_seqs
@@ -83,6 +80,10 @@ class DecodeWorker:
             backend.kv.num_host_slots,
         )
         self.loop = StepLoop(self.role, backend.runner, clock, launcher=backend.launcher)
+        self._group = backend.group
+        if self._group is not None:
+            self._group.on_event = self.receiver.answered
+            self._group.on_lost = self.loop.break_down
         server = SessionServer(self.loop, self.hello, session_settings(config, pool, secret))
         self.host = WorkerHost(self.loop, server, worker_id)
 
@@ -99,5 +100,7 @@ class DecodeWorker:
         await asyncio.to_thread(self.close_kv)
 
     def close_kv(self) -> None:
-        """End all transfers and links."""
+        """End all transfers and links, and the other ranks."""
         self.receiver.close()
+        if self._group is not None:
+            self._group.close()

@@ -73,7 +73,7 @@ def worker_hello(
     identity = backend.identity
     return pb.WorkerHello(
         worker_id=worker_id,
-        incarnation=new_incarnation(),
+        incarnation=backend.group.incarnation if backend.group else new_incarnation(),
         role=role,
         protocol=PROTOCOL,
         root_hash=root,

@@ -6,6 +6,7 @@ Everything is real but the model and the receiver, which notes what it hears.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 from local_system import fake_backend, local_config
@@ -43,11 +44,17 @@ class NotingReceiver:
         self.jobs: list[ReceiveJob] = []
         self.renewed: list[tuple[LeaseId, float]] = []
         self.released: list[LeaseId] = []
-        self.counters = Counter({Reason.DAMAGED: 2})
-        self.tallies = Counter({Tally.RESEND: 3})
+        self.counters = Counter({str(Reason.DAMAGED): 2})
+        self.tallies = Counter({str(Tally.RESEND): 3})
+        self.is_slow = False
+        self.unready: list[Callable[[], None]] = []
 
-    def expect(self, job: ReceiveJob) -> None:
+    def expect(self, job: ReceiveJob, ready: Callable[[], None]) -> None:
         self.jobs.append(job)
+        if self.is_slow:
+            self.unready.append(ready)
+        else:
+            ready()
 
     def renew(self, lease: LeaseId, deadline_s: float) -> None:
         self.renewed.append((lease, deadline_s))
@@ -102,6 +109,15 @@ def test_a_lease_says_what_may_come_and_until_when() -> None:
     job = rig.reserve()
     assert (job.key, job.wire, job.tokens) == (KEY, "bfloat16", Span(0, len(PROMPT)))
     assert job.deadline_s == rig.now + LEASE_S
+    assert rig.port.sent[-1].granted.lease == job.lease
+
+
+def test_a_lease_is_granted_only_when_every_rank_would_take_its_slabs() -> None:
+    rig = Rig()
+    rig.receiver.is_slow = True
+    job = rig.reserve()
+    assert rig.port.kinds() == []
+    rig.receiver.unready[0]()
     assert rig.port.sent[-1].granted.lease == job.lease
 
 
