@@ -7,6 +7,7 @@ file: workers of one host share its pages.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -84,8 +85,11 @@ def fill_decoder(
     checkpoint: Checkpoint,
     dtype: torch.dtype,
     backend: Backend = Backend.TORCH,
+    panels: Mapping[str, Tensor] | None = None,
 ) -> Decoder:
-    """Assign every parameter; tied embeddings share one. Raises as needed_tensors does."""
+    """Assign every parameter; tied embeddings share one. ``panels``: those of some matrices, which
+    take their place (see ``models/packed.py``). Raises as needed_tensors does.
+    """
     sources = needed_tensors(spec, checkpoint)
     decoder = Decoder(spec, backend)
     tensors = {source: checkpoint.tensor(source).to(dtype) for source in {*sources.values()}}
@@ -93,6 +97,8 @@ def fill_decoder(
     decoder.load_state_dict(weights, strict=True, assign=True)
     if sources[HEAD] == sources[EMBEDDING]:
         decoder.lm_head.weight = decoder.model.embed_tokens.weight
+    for name, tensor in (panels or {}).items():
+        decoder.get_submodule(name.removesuffix(".weight")).weight = nn.Parameter(tensor)
     _refuse_unfilled(decoder)
     return decoder.requires_grad_(False).eval()
 

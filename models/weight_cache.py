@@ -25,17 +25,24 @@ def cache_root() -> Path:
     return user_cache_path("kvferry") / "models"
 
 
-def cached_folder(root: Path, name: str, build: Callable[[Path], None]) -> Path:
-    """``root/name``, built by ``build(empty folder)`` if it is not there yet. Raises what
-    ``build`` raises.
+def cached_folder(
+    root: Path,
+    name: str,
+    build: Callable[[Path], None],
+    is_whole: Callable[[Path], bool] = Path.is_dir,
+) -> Path:
+    """``root/name``, built by ``build(empty folder)`` if it is not there yet, or not whole. Raises
+    what ``build`` raises.
     """
     final = root / name
-    if final.is_dir():
+    if is_whole(final):
         return final
     root.mkdir(parents=True, exist_ok=True)
     with FileLock(root / f"{name}.lock"):
-        if final.is_dir():
+        if is_whole(final):
             return final
+        if final.is_dir():
+            shutil.rmtree(final)
         # Only the holder of the lock makes such folders: those that exist are of builds that died.
         for left_over in root.glob(f".{name}.partial-*"):
             shutil.rmtree(left_over)
