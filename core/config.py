@@ -19,7 +19,7 @@ from pydantic import (
 )
 
 from kvferry.core.config_keys import Section, refuse_unknown_keys, set_dotted
-from kvferry.core.dtypes import DTYPE_BYTES, Dtype, WireDtype
+from kvferry.core.dtypes import ELEMENT_BYTES, QUANTISED_BYTES, Dtype, KvDtype
 from kvferry.core.errors import ConfigError
 from kvferry.core.units import parse_address, parse_bytes
 
@@ -54,8 +54,10 @@ class ModelConfig(Section):
         None, min_length=1, description="Name clients ask for; default: the last part of path."
     )
     dtype: Dtype = Field("float32", description="Element type of weights and computation.")
-    kv_dtype: Dtype | None = Field(
-        None, description="Element type of the KV cache; default: model.dtype."
+    kv_dtype: KvDtype | None = Field(
+        None,
+        description="Element type of the KV cache; default: model.dtype. int8 and float8_e4m3fn "
+        "are lossy and carry a scale per token and head.",
     )
     max_model_len: int | None = Field(
         None, ge=2, description="Context limit in tokens; default: the model's own."
@@ -80,7 +82,7 @@ class PoolConfig(Section):
     )
     block_size: int = Field(16, ge=1, le=1024, description="Tokens per KV block.")
     kv_memory: Bytes = Field(parse_bytes("512MiB"), description="KV cache per rank.")
-    kv_dtype: Dtype | None = Field(
+    kv_dtype: KvDtype | None = Field(
         None, description="Element type of this pool's KV cache; default: model.kv_dtype."
     )
     threads: int = Field(1, ge=1, description="CPU threads per rank for tensor work.")
@@ -141,7 +143,7 @@ class TransferConfig(Section):
     transport: TransportChoice = Field(
         "auto", description="Data path of KV; auto measures and takes the fastest."
     )
-    wire_dtype: WireDtype | None = Field(
+    wire_dtype: KvDtype | None = Field(
         None,
         description="Element type of KV on the wire; default: the narrower of the two caches' "
         "types. Lossy when narrower than the caches; int8 and float8_e4m3fn carry scales.",
@@ -236,6 +238,17 @@ class Config(Section):
 
     def _check_transfer(self) -> None:
         transfer = self.transfer
+        source, target = self.kv_dtype(self.prefill), self.kv_dtype(self.decode)
+        if (
+            self.decode.role == "decode"
+            and source in QUANTISED_BYTES
+            and not source == self.kv_wire == target
+        ):
+            raise ValueError(
+                f"prefill.kv_dtype: KV of {source} is not converted to other types, but the wire's "
+                f"is {self.kv_wire} and the decode pool's {target}; set decode.kv_dtype and "
+                f"transfer.wire_dtype to {source}, or prefill.kv_dtype to a wider type"
+            )
         if transfer.slab > transfer.staging:
             raise ValueError("transfer.slab: must not be larger than transfer.staging")
         if transfer.transport in UNAUTHENTICATED and not transfer.trusted_network:
@@ -260,7 +273,7 @@ class Config(Section):
         if self.decode.role == "both":
             return own
         # Of two equally narrow ones the prefill pool's: a value is then rounded once.
-        narrower = min(self.kv_dtype(self.prefill), own, key=DTYPE_BYTES.__getitem__)
+        narrower = min(self.kv_dtype(self.prefill), own, key=ELEMENT_BYTES.__getitem__)
         return self.transfer.wire_dtype or narrower
 
 

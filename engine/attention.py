@@ -78,17 +78,14 @@ class PagedAttention:
 
     def __call__(self, layer: int, heads: Heads) -> torch.Tensor:
         """Write keys and values to their slots, then attend: [T, Hq, D]."""
-        (q, k), v = heads.rotated(), heads.v
-        cache_k, cache_v = self._keys_values[layer]
-        k, v = k.to(cache_k.dtype), v.to(cache_v.dtype)
-        cache_k.index_copy_(0, self._write_slots, k)
-        cache_v.index_copy_(0, self._write_slots, v)
+        q, k = heads.rotated()
+        k, v = self._write(layer, (k, heads.v))
         out = torch.empty_like(q)
         for bucket in self._buckets:
-            self._attend_bucket(bucket, q, (cache_k, cache_v), out)
+            self._attend_bucket(bucket, q, layer, out)
         for chunk in self._chunks:
             if chunk.context_len:
-                keys, values = self._gather((cache_k, cache_v), chunk.slots)
+                keys, values = self._gather(layer, chunk.slots)
             else:
                 keys, values = k[chunk.start : chunk.end], v[chunk.start : chunk.end]
             _attend_chunk(chunk, q, (keys.to(q.dtype), values.to(q.dtype)), out)
@@ -119,13 +116,21 @@ class PagedAttention:
     def _on_device(self, array: NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(array).to(self._keys_values.device)
 
-    def _gather(
-        self, cache: tuple[torch.Tensor, torch.Tensor], slots: torch.Tensor
+    def _write(
+        self, layer: int, parts: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [T, Hkv, D] to their slots. Returns them as the cache holds them."""
+        cache = self._keys_values[layer]
+        k, v = (part.to(cache.dtype) for part in parts)
+        cache[0].index_copy_(0, self._write_slots, k)
+        cache[1].index_copy_(0, self._write_slots, v)
+        return k, v
+
+    def _gather(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [len(slots), Hkv, D], valid until the next call."""
         k, v = (
             torch.index_select(part, 0, slots, out=scratch[: len(slots)])
-            for part, scratch in zip(cache, self._scratch, strict=True)
+            for part, scratch in zip(self._keys_values[layer], self._scratch, strict=True)
         )
         return k, v
 
@@ -133,13 +138,13 @@ class PagedAttention:
         self,
         bucket: _Bucket,
         q: torch.Tensor,
-        cache: tuple[torch.Tensor, torch.Tensor],
+        layer: int,
         out: torch.Tensor,
     ) -> None:
         shape = (len(bucket.tokens), bucket.length)
         keys, values = (
             part.unflatten(0, shape).transpose(1, 2).to(q.dtype)
-            for part in self._gather(cache, bucket.slots)
+            for part in self._gather(layer, bucket.slots)
         )
         queries = q[bucket.tokens].unflatten(1, (keys.shape[1], -1))
         attended = scaled_dot_product_attention(queries, keys, values, attn_mask=bucket.mask)

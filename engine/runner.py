@@ -16,6 +16,7 @@ from kvferry.engine.in_flight import InFlight, Settled
 from kvferry.engine.kernel_attention import KernelAttention
 from kvferry.engine.kernel_sampler import KernelSampler
 from kvferry.engine.plan import LayerDone, SamplingRows, StepPlan, StepResult
+from kvferry.engine.quantised_attention import QuantisedAttention
 from kvferry.engine.sampler import sample
 from kvferry.engine.step_tensors import StepTensors
 from kvferry.kernels.ops import Backend
@@ -94,17 +95,13 @@ def _drawn_at_once(logits: torch.Tensor, rows: SamplingRows, vocab_size: int) ->
 
 
 def attention_for(decoder: Decoder, kv: PagedKV) -> Callable[[StepTensors], Attend]:
-    """What makes the decoder's callback for a step, by the backend of its ops. Raises ValueError
-    for a quantised cache without kernels: its scales would be lost without a word.
-    """
+    """What makes the decoder's callback for a step, by the backend of its ops."""
     if decoder.backend is Backend.CPU:
         compiled = compiled_attention(kv, decoder.spec.num_heads, decoder.dtype)
         if compiled is not None:
             return compiled
     if not decoder.backend.is_triton:
-        if kv.scales is not None:
-            raise ValueError(f"kv: attention in plain torch reads no cache of {kv.dtype}")
-        return partial(PagedAttention, kv)
+        return partial(PagedAttention if kv.scales is None else QuantisedAttention, kv)
     spec = decoder.spec
     return KernelAttention(
         kv,

@@ -7,14 +7,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvferry.core.dtypes import DTYPE_BYTES
+from kvferry.core.dtypes import ELEMENT_BYTES as ELEMENT_BYTES
+from kvferry.core.dtypes import QUANTISED_BYTES as QUANTISED_BYTES
 from kvferry.core.span import Span as Span
 from kvferry.core.span import share
 
 SCALE_BYTES = 4
 """float32, one per token, head and K or V, in quantised types."""
-QUANTISED_BYTES = {"float8_e4m3fn": 1, "int8": 1}
-ELEMENT_BYTES = DTYPE_BYTES | QUANTISED_BYTES
 
 
 class Shard(NamedTuple):

@@ -66,7 +66,14 @@ def test_an_empty_file_means_defaults(tmp_path: Path) -> None:
         ({"router": {"grpc": "50051"}}, "router.grpc", "HOST:PORT"),
         ({"transfer": {"lease_s": float("nan")}}, "transfer.lease_s", "finite"),
         ({"decode": {"workers": 0}}, "decode.workers", "at least 1"),
-        ({"decode": {"kv_dtype": "int8"}}, "decode.kv_dtype", "float64"),
+        ({"decode": {"kv_dtype": "int4"}}, "decode.kv_dtype", "float8_e4m3fn"),
+        ({"model": {"dtype": "int8"}}, "model.dtype", "float64"),
+        ({"prefill": {"kv_dtype": "int8"}}, "prefill.kv_dtype", "set decode.kv_dtype"),
+        (
+            {"model": {"kv_dtype": "int8"}, "transfer": {"wire_dtype": "float32"}},
+            "prefill.kv_dtype",
+            "wire's is float32",
+        ),
         ({"transfer": {"transport": "pigeon"}}, "transfer.transport", "shm"),
         ({"transfer": {"wire_dtype": "int4"}}, "transfer.wire_dtype", "int8"),
         ({"transfer": {"streams": 0}}, "transfer.streams", "greater than or equal to 1"),
@@ -155,6 +162,9 @@ def test_damaged_yaml_is_one_line(tmp_path: Path) -> None:
         ("float16", "float32", "float32", "float32", "float32"),
         ("bfloat16", "bfloat16", "float32", "float32", "bfloat16"),
         ("float32", "float32", "int8", "int8", "float32 by way of int8"),
+        ("int8", "int8", None, "int8", "int8"),
+        ("float32", "float8_e4m3fn", None, "float8_e4m3fn", "float8_e4m3fn"),
+        ("float32", "int8", "float32", "float32", "int8 by way of float32"),
     ],
 )
 def test_the_wire_and_what_it_costs(

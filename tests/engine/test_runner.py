@@ -176,14 +176,6 @@ def test_every_layer_is_reported_when_its_kv_is_in_the_cache() -> None:
     assert reported.token_ids.tolist() == worker.runner.execute(plan).token_ids.tolist()
 
 
-def test_a_quantised_cache_is_refused_without_kernels() -> None:
-    kv = PagedKV.allocate(
-        num_layers=2, num_kv_heads=2, head_dim=8, block_size=4, num_blocks=4, dtype=torch.int8
-    )
-    with pytest.raises(ValueError, match=r"kv: .* torch\.int8"):
-        ModelRunner(make_decoder(), kv, VOCAB_SIZE)
-
-
 def test_a_row_with_invalid_logits_is_named() -> None:
     worker = Worker(num_sequences=3)
     worker.decoder.model.embed_tokens.weight[50] = torch.nan

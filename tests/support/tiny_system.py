@@ -20,10 +20,10 @@ from reference_loop import (
 from tiny_models import VOCAB_SIZE, save, tiny_model
 
 from kvferry.core.config import DecodeConfig, ModelConfig
-from kvferry.core.dtypes import DTYPE_BYTES
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine.backend import Backend
 from kvferry.engine.loading import load_backend
+from kvferry.kv_transfer.layout import head_nbytes
 from kvferry.models.load import load_model
 from kvferry.models.spec import read_spec
 
@@ -103,9 +103,8 @@ def served_backend(
     """
     model = ModelConfig(dtype=dtype, kv_dtype=kv_dtype, max_model_len=max_model_len)  # type: ignore[arg-type]
     spec = read_spec(folder)
-    per_token = (
-        2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * DTYPE_BYTES[kv_dtype or dtype]
-    )
+    per_token = 2 * spec.num_layers * spec.num_kv_heads
+    per_token *= head_nbytes(spec.head_dim, kv_dtype or dtype)
     pool = DecodeConfig(
         block_size=block_size,
         kv_memory=num_tokens * per_token,
