@@ -11,30 +11,24 @@ import argparse
 import asyncio
 import itertools
 import random
-import secrets
 import statistics
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from kvferry.bench.model_option import add_model, prepared
 from kvferry.bench.options import finished, option_parser, positive_count, run_options
 from kvferry.bench.report import Better, Claim, Report, Scalar, claim_from
 from kvferry.bench.stats import bootstrap_median, interquartile, paired_ratio
-from kvferry.bench.worker_processes import WorkerOrder, worker_processes
-from kvferry.core.config import parse_config
+from kvferry.bench.topology import colocated_config, pd_config, serving
 from kvferry.core.request import GenerateRequest, Timeline
 from kvferry.core.sampling import SamplingParams
 from kvferry.models.spec import read_spec
-from kvferry.router.channel import GrpcDial
 from kvferry.router.router import Router
 
 GOAL_TTFT_RATIO = 1.10
 GOAL_GAP_SHARE = 0.05
-READY_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,11 +101,12 @@ async def _compare(options: argparse.Namespace, sizes: PdSizes) -> Comparison:
     folder = await asyncio.to_thread(prepared, options.model)
     vocab_size = read_spec(folder).vocab_size
     draw = random.Random(0)
-    found: dict[str, list[Request]] = {"pd": [], "colocated": []}
+    systems = {"pd": pd_config(options.threads), "colocated": colocated_config(options.threads)}
+    found: dict[str, list[Request]] = {name: [] for name in systems}
     async with AsyncExitStack() as stack:
         routers = {
-            name: await stack.enter_async_context(_system(name, folder, options.threads))
-            for name in found
+            name: await stack.enter_async_context(serving(config, folder))
+            for name, config in systems.items()
         }
         for number in range(-sizes.warm_up, sizes.pairs):
             prompt = [draw.randrange(vocab_size) for _ in range(sizes.prompt_len)]
@@ -120,32 +115,6 @@ async def _compare(options: argparse.Namespace, sizes: PdSizes) -> Comparison:
                 if number >= 0:
                     found[name].append(request)
     return Comparison(found["pd"], found["colocated"])
-
-
-@asynccontextmanager
-async def _system(name: str, folder: Path, threads: int) -> AsyncIterator[Router]:
-    """A router, ready, over the workers of one topology."""
-    secret = secrets.token_hex(16)
-    config = _settings(name, threads)
-    roles = ["prefill", "decode"] if name == "pd" else ["both"]
-    orders = [WorkerOrder(role, config, str(folder), secret) for role in roles]
-    parsed = parse_config(config)
-    async with AsyncExitStack() as stack:
-        processes = worker_processes(orders)
-        addresses = await asyncio.to_thread(processes.__enter__)
-        stack.push_async_callback(asyncio.to_thread, processes.__exit__, None, None, None)
-        router = Router(parsed, GrpcDial(secret, parsed.cluster.silence_s))
-        stack.push_async_callback(router.close)
-        router.connect(addresses)
-        await router.wait_ready(READY_TIMEOUT_S)
-        yield router
-
-
-def _settings(name: str, threads: int) -> dict[str, Any]:
-    pool = {"threads": threads}
-    if name == "pd":
-        return {"prefill": pool, "decode": pool}
-    return {"prefill": {"workers": 0}, "decode": pool | {"role": "both"}}
 
 
 async def _request(router: Router, prompt: Sequence[int], num_tokens: int) -> Request:

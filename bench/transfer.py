@@ -29,7 +29,7 @@ from kvferry.bench.transfer_contenders import (
 )
 from kvferry.bench.transfer_overlap import OverlapSizes, measure_overlap
 from kvferry.bench.transfer_pair import Setting, transfer_pair
-from kvferry.bench.transfer_plot import svg
+from kvferry.bench.transfer_plot import rate_plot
 from kvferry.bench.transfer_relayout import relayout_claims, relayout_rows
 from kvferry.bench.transfer_sweep import (
     Contender,
@@ -169,7 +169,7 @@ def _plot(sweep: Sweep, contenders: Sequence[Contender]) -> str:
             if cell.contender == contender.name
         }
         lines[contender.name] = _points(sweep.nbytes, rates)
-    return svg("KV transfer between two processes", lines, frozenset({BOUND}))
+    return rate_plot("KV transfer between two processes", lines, frozenset({BOUND}))
 
 
 def _points(nbytes: dict[int, int], rates: dict[int, list[float]]) -> list[tuple[float, float]]:

@@ -32,6 +32,8 @@ class WorkerOrder:
     config: dict[str, Any]
     folder: str
     secret: str
+    number: int = 0
+    """Among those of its role."""
 
 
 @contextmanager
@@ -84,7 +86,7 @@ async def _serve_until_closed(order: WorkerOrder, pipe: Connection) -> None:
     vocab_size = read_spec(folder).vocab_size
     backend = load_backend(folder, vocab_size, config.model, pool, order.role)
     kind = PrefillWorker if prefills else DecodeWorker
-    worker = kind(f"{order.role}-0", config, backend, order.secret)
+    worker = kind(f"{order.role}-{order.number}", config, backend, order.secret)
     try:
         pipe.send_bytes((await worker.start()).encode())
         await asyncio.to_thread(_wait_closed, pipe)

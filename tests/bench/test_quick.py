@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
+import torch
+from tiny_models import save, tiny_model
+from tiny_tokenizer import save_tokenizer
 
-from kvferry.bench import engine, limits, memory, pd
+from kvferry.bench import burst, engine, limits, memory, pd
 from kvferry.bench.report import Report
 from kvferry.cli.bench import benches
 
@@ -22,7 +26,7 @@ def checked(report: Report, tmp_path: Path) -> dict[str, float]:
 
 
 def test_the_command_lists_all() -> None:
-    assert {"engine", "limits", "memory", "pd", "transfer"} <= set(benches())
+    assert {"burst", "engine", "limits", "memory", "pd", "transfer"} <= set(benches())
 
 
 def test_limits(tmp_path: Path) -> None:
@@ -55,6 +59,22 @@ def test_pd(tiny_folder: Path, tmp_path: Path) -> None:
     ours, colocated = report.rows
     assert ours["transfer bytes"]
     assert not colocated["transfer bytes"]
+
+
+@pytest.mark.cluster
+def test_burst(tmp_path: Path) -> None:
+    # Its decoding sequences have to outlast any burst.
+    folder = save(tiny_model("llama", torch.float32, max_position_embeddings=8192), tmp_path / "m")
+    plot = tmp_path / "burst.svg"
+    report = burst.run(["--quick", "--model", str(save_tokenizer(folder)), "--plot", str(plot)])
+    assert set(checked(report, tmp_path)) == {
+        "burst_p99_itl_ratio",
+        "burst_throughput_ratio",
+        "burst_ttft_ratio",
+    }
+    assert [row["budget"] for row in report.rows] == [None, 16, 16]
+    assert [row[""] for row in report.rows].count("best") == 1
+    assert ElementTree.parse(plot)
 
 
 @pytest.mark.cluster

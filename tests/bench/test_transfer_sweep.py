@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import pytest
 
 from kvferry.bench.transfer_pair import Batch
-from kvferry.bench.transfer_plot import svg
+from kvferry.bench.transfer_plot import rate_plot
 from kvferry.bench.transfer_sweep import (
     Contender,
     Probes,
@@ -119,7 +119,7 @@ def test_rows_hold_rates_shares_and_processor_time() -> None:
 
 def test_a_plot_has_a_line_and_a_name_for_each() -> None:
     lines = {"a < b": [(1e6, 0.5), (1e9, 4.0)], "c": [(1e6, 2.0)]}
-    root = ElementTree.fromstring(svg("rates & sizes", lines, frozenset({"c"})))
+    root = ElementTree.fromstring(rate_plot("rates & sizes", lines, frozenset({"c"})))
     names = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
     assert {"a < b", "c", "rates & sizes", "GB/s"} <= set(names)
     paths = [p for p in root.iter("{http://www.w3.org/2000/svg}path") if p.get("fill") == "none"]
@@ -133,4 +133,4 @@ def test_a_plot_has_a_line_and_a_name_for_each() -> None:
 
 def test_nothing_cannot_be_plotted() -> None:
     with pytest.raises(ValueError, match="nothing"):
-        svg("empty", {"a": []})
+        rate_plot("empty", {"a": []})
