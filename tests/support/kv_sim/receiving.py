@@ -4,6 +4,8 @@ threads.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kv_sim.clock import NEVER
 from kv_sim.memory import SlowMemory
 from kv_sim.sending import LEAST_WAIT_S
@@ -35,9 +37,10 @@ class Receiving:
     def counters(self):
         return self.table.counters.dropped
 
-    def expect(self, job: ReceiveJob) -> None:
+    def expect(self, job: ReceiveJob, ready: Callable[[], None]) -> None:
         self.world.invariants.job(self.worker, job.key)
         self.table.expect(job)
+        ready()
 
     def renew(self, lease: LeaseId, deadline_s: float) -> None:
         self.table.renew(lease, deadline_s)

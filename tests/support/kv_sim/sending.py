@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NoReturn
 
 from kv_sim.clock import NEVER
@@ -11,6 +12,8 @@ from kv_sim.wire import SimChannel, Wire, make_link
 from kv_sim.workers import PrefillSide
 from kvferry.core.errors import LinkLost, LinkRefused, ProtocolError, TransferFailed
 from kvferry.core.ids import AttemptKey
+from kvferry.kv_transfer.group.orders import Chunk
+from kvferry.kv_transfer.group.sender import LayerDone, layer_listener
 from kvferry.kv_transfer.handshake import Greeted
 from kvferry.kv_transfer.jobs import Reason, SendEvent, SendJob
 from kvferry.kv_transfer.layout import head_nbytes
@@ -36,7 +39,8 @@ class Sending:
         self.table = TransferTable(self._ended, clock, options.progress_timeout_s)
         self.links: dict[Peer, Link] = {}
 
-    def begin(self, job: SendJob) -> None:
+    def begin(self, jobs: Sequence[SendJob]) -> None:
+        (job,) = jobs
         self.world.invariants.job(self.worker, job.key)
         source = self.worker.memory.layout
         owed, fault = Owed((), 0, 0.0), ""
@@ -51,6 +55,9 @@ class Sending:
             self.table.fail(transfer, Reason.MISMATCH, fault)
             return
         self._post(transfer)
+
+    def follow(self, step: int, chunks: Sequence[Chunk]) -> LayerDone:
+        return layer_listener(self, chunks, self.worker.memory.layout.num_layers)
 
     def computed(
         self, key: AttemptKey, layers_end: int, tokens_end: int, after: object = None
