@@ -57,6 +57,8 @@ class Grants:
         """By slab, oldest first."""
         self._num_posted = 0
         self._num_spare = 0
+        self.num_filled = 0
+        """Granted slabs that are said to be filled."""
         self._last_grant = 0
 
     @property
@@ -128,6 +130,7 @@ class Grants:
         if grant.message is not None:
             return False
         grant.message, grant.since_s = message, self._clock()
+        self.num_filled += 1
         self._check_size(grant.nbytes)
         return True
 
@@ -146,6 +149,8 @@ class Grants:
 
     def filled(self) -> list[Header | Sample]:
         """In the order in which they were granted."""
+        if not self.num_filled:
+            return []
         return [grant.message for grant in self._grants.values() if grant.message is not None]
 
     def has_landed(self, message: Header | Sample) -> bool:
@@ -183,6 +188,7 @@ class Grants:
             return False
         del self._grants[slab]
         self._num_spare -= grant.lease is None
+        self.num_filled -= grant.message is not None
         self._free.append(slab)
         return True
 

@@ -176,7 +176,7 @@ class LeaseTable:
             if fault is not None:
                 return self._mismatch(lease, fault, news)
             lease.state = advance(lease.state, Event.COPY)
-            return Verdict(Answer.SCATTER, job=lease.job, num_scatters=lease.num_scatters)
+            return Verdict(Answer.SCATTER, job=lease.job)
 
     def recall(self, source: Source, header: SlabHeader) -> Verdict | None:
         """What to answer to a slab whose memory has another use by now.
@@ -198,18 +198,30 @@ class LeaseTable:
         """Report a claimed slab's scatter, which has returned."""
         with self._changing() as news:
             lease = self._leases[LeaseId(header.lease)]
-            lease.account.nbytes += header.nbytes
-            lease.account.busy_s += busy_s
             if not self._copied(lease, news):
                 return self._count(Verdict(Answer.ABORT, Reason.ENDED))
-            verdict = self._judge(lease, source, header, outcome)
-            if verdict.answer is Answer.ABORT and verdict.reason is not None:
-                self._end(lease, Event.FAIL, lease.failed(verdict.reason, verdict.detail), news)
-            elif verdict.is_last:
-                # Its last Ack says it all; other links of the lease are told by a Complete.
-                lease.watchers.pop(source.wake, None)
-                self._end(lease, Event.COMPLETE, lease.done(self._clock()), news)
-            return verdict
+            return self._settled(lease, source, header, outcome, busy_s, news)
+
+    def _settled(
+        self,
+        lease: Lease,
+        source: Source,
+        header: SlabHeader,
+        outcome: Outcome,
+        busy_s: float,
+        news: News,
+    ) -> Verdict:
+        """What a scatter of a live lease brought."""
+        lease.account.nbytes += header.nbytes
+        lease.account.busy_s += busy_s
+        verdict = self._judge(lease, source, header, outcome)
+        if verdict.answer is Answer.ABORT and verdict.reason is not None:
+            self._end(lease, Event.FAIL, lease.failed(verdict.reason, verdict.detail), news)
+        elif verdict.is_last:
+            # Its last Ack says it all; other links of the lease are told by a Complete.
+            lease.watchers.pop(source.wake, None)
+            self._end(lease, Event.COMPLETE, lease.done(self._clock()), news)
+        return verdict
 
     def claim_filling(self, source: Source, header: SlabHeader) -> ReceiveJob | None:
         """Ask to scatter a slab that is still being filled; None: not now, whatever the reason.
@@ -232,6 +244,23 @@ class LeaseTable:
             lease = self._leases[LeaseId(header.lease)]
             self._copied(lease, news)
             return lease.num_scatters
+
+    def settle_followed(
+        self, source: Source, header: SlabHeader, num_scatters: int, busy_s: float
+    ) -> Verdict | None:
+        """Report a slab that was claimed while it was filled, and verified since. None: the lease
+        has ended, another scatter runs, or ``num_scatters`` are not all.
+        """
+        with self._changing() as news:
+            if self._refusal(source, header.key, LeaseId(header.lease)) is not None:
+                return None
+            lease = self._leases[LeaseId(header.lease)]
+            if lease.state is State.COPYING or lease.num_scatters != num_scatters:
+                return None
+            # What was claimed cannot overlap what came since: nothing did.
+            lease.num_scatters += 1
+            self.counters.tally(Tally.FOLLOWED)
+            return self._settled(lease, source, header, Outcome.VERIFIED, busy_s, news)
 
     def _copied(self, lease: Lease, news: News) -> bool:
         """A scatter has returned. Whether the lease lives on."""

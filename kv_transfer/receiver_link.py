@@ -196,7 +196,8 @@ class ReceiverLink:
 
     def _filling(self, message: Filling) -> None:
         # The slab before it counts as followed until another one is; and its Ack must not wait.
-        self._work()
+        if self._grants.num_filled:
+            self._work()
         self._outbox.flush()
         shared = self._grants.being_filled(message)
         if shared is not None:
@@ -235,17 +236,22 @@ class ReceiverLink:
         if isinstance(message, Sample):
             self._outbox.put(self._probe.take_in(message, self._counters))
             return
-        slab = self._grants.bytes_of(message)
+        verdict = self._scatter.settle_followed(message) or self._write(message)
+        if verdict.answer is Answer.WAIT:
+            return
+        self._grants.take_back(message.slab, message.grant)
+        self._reply(message, verdict)
+
+    def _write(self, message: Header) -> Verdict:
+        """Scatter a slab, unless its lease is busy."""
         verdict = self._leases.claim(self._source, message.header)
         if verdict.answer is Answer.WAIT:
             self._counters.tally(Tally.WAIT)
-            if self._grants.waited_s(message) < self._options.progress_timeout_s:
-                return
-            verdict = self._leases.stuck(message.header)
+            if self._grants.waited_s(message) >= self._options.progress_timeout_s:
+                return self._leases.stuck(message.header)
         elif verdict.job is not None:
-            verdict = self._scatter.write(message, verdict, slab)
-        self._grants.take_back(message.slab, message.grant)
-        self._reply(message, verdict)
+            return self._scatter.write(message, verdict, self._grants.bytes_of(message))
+        return verdict
 
     def _reply(self, message: Header, verdict: Verdict) -> None:
         header, lease = message.header, LeaseId(message.header.lease)

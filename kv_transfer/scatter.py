@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvferry.kernels.kv_pack.progress import Progress, Stream
-from kvferry.kv_transfer.counters import Tally
 from kvferry.kv_transfer.jobs import ReceiveJob
 from kvferry.kv_transfer.leases import LeaseTable
 from kvferry.kv_transfer.memory import Form, KvMemory
@@ -22,19 +21,22 @@ PATIENCE_S = 0.002
 class _Followed:
     """A slab that was scattered while it was filled."""
 
+    job: ReceiveJob
     filling: Filling
     digests: list[int]
     num_scatters: int
     """Of its lease, this one included: with another one after it, it counts for nothing."""
     busy_s: float
 
-    def is_of(self, message: Header, num_scatters: int) -> bool:
-        """Whether the blocks hold what this header tells of, if its digests say so."""
+    def is_of(self, message: Header) -> bool:
+        """Whether the blocks hold what this header tells of, all of it as it was claimed."""
         ours, header = self.filling.header, message.header
         return (
-            (self.filling.grant, self.num_scatters) == (message.grant, num_scatters)
-            and (ours.key, ours.lease, ours.wire) == (header.key, header.lease, header.wire)
+            self.filling.grant == message.grant
+            and (ours.key, ours.lease) == (header.key, header.lease)
+            and (ours.wire, ours.chain_hash) == (header.wire, header.chain_hash)
             and ours.move == header.move
+            and self.digests == header.digests
         )
 
 
@@ -75,26 +77,29 @@ class Scatter:
             num_scatters = self._leases.settle_filling(filling.header)
         if digests is not None:
             busy_s = self._clock() - started_s
-            self._followed = _Followed(filling, digests, num_scatters, busy_s)
+            self._followed = _Followed(job, filling, digests, num_scatters, busy_s)
+
+    def settle_followed(self, message: Header) -> Verdict | None:
+        """The verdict on a slab that is in its blocks already; None: it has to be claimed and
+        written like any other.
+        """
+        followed, header = self._followed, message.header
+        if followed is None or not followed.is_of(message):
+            return None
+        if not self._memory.is_fresh(followed.job.blocks, header.move):
+            return None
+        return self._leases.settle_followed(
+            self._source, header, followed.num_scatters, followed.busy_s
+        )
 
     def write(self, message: Header, claimed: Verdict, slab: Slab) -> Verdict:
-        """Bring a claimed slab into its blocks, unless it was followed there, and settle it."""
+        """Bring a claimed slab into its blocks and settle it."""
         assert claimed.job is not None
-        header, followed = message.header, self._followed
-        outcome, busy_s, started_s = Outcome.BROKEN, 0.0, self._clock()
+        header, outcome, started_s = message.header, Outcome.BROKEN, self._clock()
         try:
-            if (
-                followed is not None
-                and followed.is_of(message, claimed.num_scatters)
-                and followed.digests == header.digests
-                and self._memory.is_fresh(claimed.job.blocks, header.move)
-            ):
-                self._leases.counters.tally(Tally.FOLLOWED)
-                outcome, busy_s = Outcome.VERIFIED, followed.busy_s
-            else:
-                outcome = self._copy(claimed.job, header, slab)
+            outcome = self._copy(claimed.job, header, slab)
         finally:
-            busy_s += self._clock() - started_s
+            busy_s = self._clock() - started_s
             verdict = self._leases.settle(self._source, header, outcome, busy_s)
         return verdict
 

@@ -44,8 +44,6 @@ class Verdict:
     detail: str = ""
     job: ReceiveJob | None = None
     """There when the slab is claimed."""
-    num_scatters: int = 0
-    """Of the lease so far, when the slab is claimed."""
     is_last: bool = False
     """This slab completed the lease."""
 

@@ -28,6 +28,8 @@ class Wants:
 
     def offer(self, lease: LeaseId, key: AttemptKey, slabs: int) -> None:
         """The last offer counts."""
+        if not slabs and lease not in self._wants:
+            return
         want = self._want(lease, key)
         want.slabs = slabs
         self._drop_if_empty(lease, want)
