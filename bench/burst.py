@@ -35,13 +35,16 @@ class BurstSizes:
 
     load: Load = field(default_factory=Load)
     budgets: Sequence[int] = (64, 128, 256, 512)
-    """Tokens per step of colocated workers."""
+    """Tokens per step of the colocated worker."""
+    pair_budgets: Sequence[int] = (64, 256)
+    """Of two that share the threads. They do worse, so fewer are tried."""
     rounds: int = 3
 
 
 QUICK = BurstSizes(
     load=Load(sequences=3, sequence_len=8, settle_tokens=2, burst=2, burst_len=24, burst_tokens=3),
-    budgets=(16,),
+    budgets=(8, 16),
+    pair_budgets=(16,),
     rounds=1,
 )
 
@@ -60,13 +63,14 @@ class Contender:
         return self.layout if self.budget is None else f"{self.layout}, budget {self.budget}"
 
 
-def contenders(threads: int, budgets: Sequence[int]) -> list[Contender]:
+def contenders(threads: int, sizes: BurstSizes) -> list[Contender]:
     """All of ``threads`` in all, an even number."""
     found = [Contender(PD, None, pd_config(threads // 2))]
-    for workers in (1, 2):
-        layout = f"colocated, {workers} x {threads // workers} threads"
+    for workers, budgets in ((1, sizes.budgets), (2, sizes.pair_budgets)):
+        each = threads // workers
+        layout = f"colocated, {workers} x {each} thread{'s' * (each > 1)}"
         for budget in budgets:
-            config = colocated_config(threads // workers, workers)
+            config = colocated_config(each, workers)
             config["decode"]["max_batch_tokens"] = budget
             found.append(Contender(layout, budget, config))
     return found
@@ -79,7 +83,7 @@ def run(args: list[str]) -> Report:
         parser.error("--threads: an even number, half of it for each of two workers")
     plain = run_options(options)
     sizes = QUICK if options.quick else BurstSizes(rounds=options.rounds)
-    known = contenders(options.threads, sizes.budgets)
+    known = contenders(options.threads, sizes)
     found = asyncio.run(_measure(prepared(options.model), known, sizes))
     pd = found[PD]
     colocated = {name: bursts for name, bursts in found.items() if name != PD}
@@ -125,7 +129,8 @@ async def _measure(
             c.name: await stack.enter_async_context(serving(c.config, folder)) for c in known
         }
         for router in routers.values():
-            await _burst(router, replace(sizes.load, burst=1), vocab_size, draw)
+            warm_up = replace(sizes.load, sequences=2, settle_tokens=2, burst=1)
+            await _burst(router, warm_up, vocab_size, draw)
         for number in range(sizes.rounds):
             first = number % len(known)
             for contender in [*known[first:], *known[:first]]:

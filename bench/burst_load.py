@@ -23,13 +23,13 @@ class Load:
 
     sequences: int = 16
     """That decode before, during and after the burst."""
-    sequence_len: int = 128
+    sequence_len: int = 64
     """Their prompts."""
     most_tokens: int = 4096
     """Tokens after which such a sequence would end; it is cancelled long before."""
-    settle_tokens: int = 12
-    """That each of them gets with all others at work before the burst comes."""
-    burst: int = 6
+    settle_tokens: int = 8
+    """That each of them gets with all others at work before the burst comes; two make a gap."""
+    burst: int = 4
     burst_len: int = 1024
     burst_tokens: int = 8
 
