@@ -39,6 +39,7 @@ UNAUTHENTICATED = ("gloo", "nccl", "nixl")
 ON_DEVICE = ("nccl", "cuda_ipc")
 ON_ONE_HOST = ("shm", "cuda_ipc")
 NODE_HOST = "node"
+CPU_KV_NBYTES = parse_bytes("512MiB")
 EMBEDDED_MODEL = "smollm2-135m-instruct"
 
 
@@ -81,7 +82,19 @@ class PoolConfig(Section):
         1, ge=1, description="Tensor-parallel ranks of each worker, a process each, on one host."
     )
     block_size: int = Field(16, ge=1, le=1024, description="Tokens per KV block.")
-    kv_memory: Bytes = Field(parse_bytes("512MiB"), description="KV cache per rank.")
+    kv_memory: Bytes | None = Field(
+        None,
+        description="KV cache per rank; default: 512MiB on the CPU; on a GPU what the weights and "
+        "the largest step leave of gpu_memory.",
+    )
+    gpu_memory: float = Field(
+        0.9,
+        gt=0,
+        le=1,
+        allow_inf_nan=False,
+        description="Share of a GPU's memory that is filled where kv_memory says nothing; other "
+        "processes' count.",
+    )
     kv_dtype: KvDtype | None = Field(
         None, description="Element type of this pool's KV cache; default: model.kv_dtype."
     )

@@ -78,7 +78,9 @@ def _kind(field: Any) -> str:
     if all(get_origin(kind) is Literal for kind in kinds):
         return ", ".join(f"`{choice}`" for kind in kinds for choice in get_args(kind))
     (kind,) = kinds
-    if any(getattr(part, "func", None) is parse_bytes for part in field.metadata):
+    # Of an optional field the metadata stand with the part that is not None.
+    metadata = [*field.metadata, *getattr(kind, "__metadata__", ())]
+    if any(getattr(part, "func", None) is parse_bytes for part in metadata):
         return "size"
     return {"int": "whole number", "float": "number", "str": "text", "bool": "true or false"}[
         kind.__name__

@@ -12,13 +12,14 @@ import torch
 
 from kvferry.cache.hashing import SCHEME_VERSION
 from kvferry.cache.paged import MIN_BLOCKS, PagedKV, block_nbytes, num_blocks_for
-from kvferry.core.config import ModelConfig, PoolConfig
+from kvferry.core.config import CPU_KV_NBYTES, ModelConfig, PoolConfig
 from kvferry.core.errors import ConfigError, RankLost, StartupError
-from kvferry.core.units import format_bytes
 from kvferry.engine.backend import Backend, ModelIdentity
 from kvferry.engine.collectives import collectives
+from kvferry.engine.memory import KvBudget, measured_budget, no_step_fits, stated_budget
 from kvferry.engine.parallel_runner import ParallelRunner
 from kvferry.engine.plan import Runner, SamplingRows, StepPlan
+from kvferry.engine.profiling import least_over, profile_pool
 from kvferry.engine.rank_group import OPERATION_S, RankGroup
 from kvferry.engine.runner import ModelRunner
 from kvferry.models.identity import tokenizer_digest, weights_digest
@@ -100,10 +101,20 @@ def load_part(
         ranks=ranks,
     )
     kv_dtype = getattr(torch, pool.cache_dtype(model))
-    kv = allocate_kv(spec, kv_dtype, pool, pool_name, shards, rank, device)
+    budget = stated_budget(pool.kv_memory or CPU_KV_NBYTES, pool_name)
+    if device != "cpu" and pool.kv_memory is None:
+        heads = shards[rank].kv_heads.length
+        try:
+            profile = profile_pool(decoder, kv_dtype, pool, heads, samples=rank == 0)
+        except torch.OutOfMemoryError as error:
+            raise no_step_fits(pool_name, error) from error
+        budget = measured_budget(least_over(ranks, profile, device), pool.gpu_memory, pool_name)
+    kv = allocate_kv(spec, kv_dtype, pool, budget, shards, rank, device)
     digests = weights_digest(folder), tokenizer_digest(folder)
+    runner = ModelRunner(decoder, kv, vocab_size, samples=rank == 0)
     return Backend(
-        runner=ModelRunner(decoder, kv, vocab_size, samples=rank == 0),
+        runner=runner,
+        launcher=runner if ranks is None and device != "cpu" else None,
         kv=kv,
         max_model_len=spec.max_model_len,
         eos_token_ids=spec.eos_token_ids,
@@ -117,13 +128,13 @@ def allocate_kv(
     spec: ModelSpec,
     dtype: torch.dtype,
     pool: PoolConfig,
-    pool_name: str,
+    budget: KvBudget,
     shards: Sequence[ModelShard],
     rank: int = 0,
     device: str = "cpu",
 ) -> PagedKV:
-    """As many blocks as the pool's memory holds on the rank with the most heads: all ranks number
-    them alike. Raises ConfigError with the arithmetic.
+    """As many blocks as the budget holds on the rank with the most heads: all ranks number them
+    alike. Raises ConfigError with the arithmetic.
     """
     shape = {
         "num_layers": spec.num_layers,
@@ -133,17 +144,16 @@ def allocate_kv(
     }
     most = {**shape, "num_kv_heads": max(shard.kv_heads.length for shard in shards)}
     nbytes = block_nbytes(**most, dtype=dtype)
-    key = f"{pool_name}.kv_memory"
-    room = pool.kv_memory // nbytes
+    room = budget.nbytes // nbytes
     needed = -(-spec.max_model_len // pool.block_size)
     if room < needed:
         raise ConfigError(
-            key,
-            f"{format_bytes(pool.kv_memory)} is room for {room} blocks of {pool.block_size} "
-            f"tokens, and one sequence of {spec.max_model_len} tokens needs {needed}: "
-            f"set it to {max(needed, MIN_BLOCKS) * nbytes}, or lower model.max_model_len",
+            budget.key,
+            f"{budget.origin} is room for {room} blocks of {pool.block_size} tokens, and one "
+            f"sequence of {spec.max_model_len} tokens needs {needed}: "
+            + budget.advice(max(needed, MIN_BLOCKS) * nbytes),
         )
-    num_blocks = num_blocks_for(pool.kv_memory, nbytes, key=key)
+    num_blocks = num_blocks_for(budget.nbytes, nbytes, key=budget.key)
     slots = pool.host_nbytes // nbytes
     return PagedKV.allocate(
         **shape, num_blocks=num_blocks, dtype=dtype, device=device, num_host_slots=slots

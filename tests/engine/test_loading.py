@@ -11,6 +11,7 @@ from tiny_models import VOCAB_SIZE, save, tiny_model
 from kvferry.core.config import ModelConfig, PoolConfig
 from kvferry.core.errors import ConfigError, StartupError
 from kvferry.engine.loading import allocate_kv, load_backend, load_part
+from kvferry.engine.memory import stated_budget
 from kvferry.engine.rank_group import RankGroup
 from kvferry.models.shard import shard_of
 from kvferry.models.spec import read_spec
@@ -29,8 +30,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_all_ranks_have_as_many_blocks_whatever_heads_they_hold(folder: Path, tp: int) -> None:
     spec = read_spec(folder)
     pool = PoolConfig(block_size=4, kv_memory="1MiB")
+    budget = stated_budget(2**20, "p")
     shards = [shard_of(spec, rank, tp) for rank in range(tp)]
-    caches = [allocate_kv(spec, torch.float32, pool, "p", shards, rank) for rank in range(tp)]
+    caches = [allocate_kv(spec, torch.float32, pool, budget, shards, rank) for rank in range(tp)]
     assert len({cache.num_blocks for cache in caches}) == 1
     assert [cache.num_kv_heads for cache in caches] == [s.kv_heads.length for s in shards]
     assert all(cache.tensor.nbytes <= pool.kv_memory for cache in caches)
