@@ -86,7 +86,10 @@ def test_the_budget_is_never_more_than_is_there(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tiny_model("llama", torch.float32, max_position_embeddings=64), tmp_path_factory.mktemp("tiny"))
+    return save(
+        tiny_model("llama", torch.float32, max_position_embeddings=64),
+        tmp_path_factory.mktemp("tiny"),
+    )
 
 
 def profile_with_room(spec: ModelSpec, pool: PoolConfig, num_blocks: int) -> MemoryProfile:
