@@ -51,9 +51,10 @@ def load_model(
     """
     device = torch.device(device)
     spec = read_spec(folder, max_model_len)
+    checkpoint = Checkpoint(folder)
     backend = backend_for(device.type, batch_invariant=batch_invariant)
     panels = packed_weights(folder, spec, dtype) if backend is Backend.CPU else None
-    decoder = fill_decoder(spec, Checkpoint(folder), dtype, backend, panels)
+    decoder = fill_decoder(spec, checkpoint, dtype, backend, panels)
     if ranks is not None:
         parallelise(decoder, ranks)  # before the weights move: only the part goes to the device
     return decoder.to(device)

@@ -11,38 +11,37 @@
  * score and the sum of weights.
  */
 
-/* 16 x 16 floats: rows of `from` become columns of `to`. */
-TARGET static void NAME(transpose)(const float *from, int64_t from_stride, float *to)
+/* 16 floats of each of 16 rows, from `column` on, become the rows of `to`. */
+TARGET INLINE void NAME(transpose)(const float *const *row, int64_t column, float *to)
 {
-    for (int row = 0; row < PANEL; row += 8)
-        for (int column = 0; column < PANEL; column += 8) {
-            __m256 r[8], s[8];
-            EACH(i, 8) r[i] = _mm256_loadu_ps(from + (row + i) * from_stride + column);
+    for (int first = 0; first < PANEL; first += 8)
+        for (int64_t d = 0; d < PANEL; d += 4) {
+            __m256 r[4], s[4];
             EACH(i, 4) {
+                const float *at = row[first + i] + column + d;
+                r[i] = _mm256_castps128_ps256(_mm_loadu_ps(at));
+                at = row[first + i + 4] + column + d;
+                r[i] = _mm256_insertf128_ps(r[i], _mm_loadu_ps(at), 1);
+            }
+            EACH(i, 2) {
                 s[2 * i] = _mm256_unpacklo_ps(r[2 * i], r[2 * i + 1]);
                 s[2 * i + 1] = _mm256_unpackhi_ps(r[2 * i], r[2 * i + 1]);
             }
-            EACH(i, 2) EACH(j, 2) {
-                __m256 a = s[4 * i + j], b = s[4 * i + j + 2];
-                r[4 * i + 2 * j] = _mm256_shuffle_ps(a, b, _MM_SHUFFLE(1, 0, 1, 0));
-                r[4 * i + 2 * j + 1] = _mm256_shuffle_ps(a, b, _MM_SHUFFLE(3, 2, 3, 2));
-            }
-            EACH(i, 4) {
-                float *at = to + (column + i) * PANEL + row;
-                _mm256_storeu_ps(at, _mm256_permute2f128_ps(r[i], r[i + 4], 0x20));
-                _mm256_storeu_ps(at + 4 * PANEL, _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));
+            EACH(i, 2) {
+                float *at = to + (d + 2 * i) * PANEL + first;
+                __m256 even = _mm256_shuffle_ps(s[i], s[i + 2], _MM_SHUFFLE(1, 0, 1, 0));
+                __m256 odd = _mm256_shuffle_ps(s[i], s[i + 2], _MM_SHUFFLE(3, 2, 3, 2));
+                _mm256_storeu_ps(at, even);
+                _mm256_storeu_ps(at + PANEL, odd);
             }
         }
 }
 
-/* Elements of one head of the cache as floats. */
+/* Elements of one head of a cache that is not of floats, as floats. */
 TARGET static void NAME(floats_of)(int64_t type, const void *cache, int64_t at, const float *scale,
                                    float *restrict to, int64_t count)
 {
     switch (type) {
-    case FLOAT32:
-        memcpy(to, (const float *)cache + at, (size_t)count * sizeof(float));
-        break;
     case BFLOAT16:
         for (int64_t i = 0; i < count; i++) {
             uint32_t bits = (uint32_t)((const uint16_t *)cache)[at + i] << 16;
@@ -64,7 +63,7 @@ TARGET static void NAME(floats_of)(int64_t type, const void *cache, int64_t at, 
     }
 }
 
-/* What is fetched early: the same place one tile on. */
+/* What is fetched early: the same place one panel on. */
 TARGET INLINE void NAME(fetch)(const cache_t *cache, int64_t at)
 {
     int64_t bytes = cache->type == FLOAT32 ? 4 : cache->type <= FLOAT16 ? 2 : 1;
@@ -75,31 +74,42 @@ TARGET INLINE void NAME(fetch)(const cache_t *cache, int64_t at)
 }
 
 /* Keys and values of one head as panels, of `count` tokens from `first` on. Panels of keys are filled
- * up with whatever there is: nobody sees its scores. */
+ * up with the last of them: nobody sees its scores there. */
 TARGET static void NAME(load_tile)(const cache_t *cache, const int32_t *table, int64_t head,
                                    int64_t first, int64_t count, int64_t total, float *panels)
 {
     int64_t dim = cache->head_dim, size = cache->block_size;
-    float keys[PANEL * MOST_HEAD_DIM], value[MOST_HEAD_DIM];
+    float keys[PANEL][MOST_HEAD_DIM], floats[MOST_HEAD_DIM];
+    const float *row[PANEL], *value;
     for (int64_t token = 0; token < count; token++) {
         int64_t block = table[(first + token) / size], place = (first + token) % size;
-        int64_t scale = (block * size + place) * cache->heads + head;
         int64_t at = block * cache->block_stride + place * cache->token_stride
                      + head * cache->head_stride;
-        const float *k_scale = cache->k_scale ? cache->k_scale + scale : 0;
-        const float *v_scale = cache->v_scale ? cache->v_scale + scale : 0;
-        NAME(floats_of)(cache->type, cache->k, at, k_scale, keys + token % PANEL * dim, dim);
-        NAME(floats_of)(cache->type, cache->v, at, v_scale, value, dim);
+        if (cache->type == FLOAT32) {
+            row[token % PANEL] = (const float *)cache->k + at;
+            value = (const float *)cache->v + at;
+        } else {
+            int64_t scale = (block * size + place) * cache->heads + head;
+            const float *k_scale = cache->k_scale ? cache->k_scale + scale : 0;
+            const float *v_scale = cache->v_scale ? cache->v_scale + scale : 0;
+            NAME(floats_of)(cache->type, cache->k, at, k_scale, keys[token % PANEL], dim);
+            NAME(floats_of)(cache->type, cache->v, at, v_scale, floats, dim);
+            row[token % PANEL] = keys[token % PANEL];
+            value = floats;
+        }
         float *to = panels + TILE * dim + token * PANEL;
         for (int64_t d = 0; d < dim; d += PANEL, to += TILE * PANEL)
             EACH_PART(i) STORE(to + i * LANES, LOAD(value + d + i * LANES));
-        int64_t soon = first + token + TILE;
+        int64_t soon = first + token + PANEL;
         if (soon < total)
             NAME(fetch)(cache, table[soon / size] * cache->block_stride
                                    + soon % size * cache->token_stride + head * cache->head_stride);
-        if (token % PANEL == PANEL - 1 || token == count - 1)
-            for (int64_t d = 0; d < dim; d += PANEL)
-                NAME(transpose)(keys + d, dim, panels + (token / PANEL * dim + d) * PANEL);
+        if (token % PANEL < PANEL - 1 && token < count - 1)
+            continue;
+        for (int64_t i = token % PANEL + 1; i < PANEL; i++)
+            row[i] = row[token % PANEL];
+        for (int64_t d = 0; d < dim; d += PANEL)
+            NAME(transpose)(row, d, panels + (token / PANEL * dim + d) * PANEL);
     }
 }
 
