@@ -121,9 +121,10 @@ class Admission:
             yield from self._admit()
 
     def _ask_gate(self) -> None:
-        computed = self._sequences.table.computed
+        table = self._sequences.table
         for seq in [*self._batch.running, *self._batch.prompts]:
-            relief = self._gate.preempts(seq.key, int(computed[seq.row]))
+            computed, length = int(table.computed[seq.row]), int(table.length[seq.row])
+            relief = self._gate.preempts(seq.key, computed, length)
             if relief is not None:
                 self._preempt(seq, relief)
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from kvferry.core.request import FinishReason
-from kvferry.decode_worker.scheduler import share_budget, victims
+from kvferry.decode_worker.scheduler import prefill_budget, victims
 from kvferry.engine.first_token import FirstToken, first_tokens
 from kvferry.engine.plan import Int64, RowLogprobs, StepPlan, StepResult
 from kvferry.engine.ports import Gate
+from kvferry.engine.prompts import PromptPlanner
 from kvferry.engine.sequences import Sequences, State, WorkerSequence
 from kvferry.engine.steps import Step, Stepper, rows_of
 from kvferry.engine.swaps import SWAP_FENCE
@@ -39,6 +40,7 @@ class DecodeBatch:
         self.running: list[WorkerSequence] = []
         self.prompts: list[WorkerSequence] = []
         self._sequences = sequences
+        self._planner = PromptPlanner(sequences, max_tokens)
         self._stepper = stepper
         self._gate = gate
         self._max_tokens = max_tokens
@@ -51,7 +53,7 @@ class DecodeBatch:
     @property
     def waiting_tokens(self) -> int:
         """Tokens of local prompts still to compute."""
-        return sum(self._remaining(seq) for seq in self.prompts)
+        return sum(self._planner.remaining(seq) for seq in self.prompts)
 
     @property
     def planned(self) -> Step:
@@ -111,16 +113,15 @@ class DecodeBatch:
             decoding = [seq for seq in decoding if seq is suspect[0]]
             prompts = [seq for seq in prompts if seq is suspect[0]]
         decoding = decoding[: self._max_seqs]
-        counts = share_budget(
-            len(decoding), map(self._remaining, prompts), self._max_tokens, self._max_seqs
-        )
+        budget = prefill_budget(len(decoding), self._max_tokens, self._max_seqs)
+        prompts, counts = self._planner.plan(prompts, *budget)
         if not (decoding or counts or moves):
             return None
         now = self._sequences.clock()
-        for seq in prompts[: len(counts)]:
+        for seq in prompts:
             seq.started_s = seq.started_s or now
         self._num_decoding = len(decoding)
-        seqs = [*decoding, *prompts[: len(counts)]]
+        seqs = [*decoding, *prompts]
         self._step = self._stepper.build(seqs, [1] * len(decoding) + counts)
         return self._step.plan
 
@@ -147,10 +148,6 @@ class DecodeBatch:
     def discard(self, seq: WorkerSequence) -> None:
         """Take a sequence that has ended out of the batch."""
         (self.prompts if seq.state is State.PREFILLING else self.running).remove(seq)
-
-    def _remaining(self, seq: WorkerSequence) -> int:
-        table = self._sequences.table
-        return int(table.length[seq.row] - table.computed[seq.row])
 
 
 def _tokens(rows: Rows, result: StepResult, finished: dict[int, FinishReason]) -> StepTokens:

@@ -47,9 +47,9 @@ class Gate(Protocol):
         """True while the request must stay in ``state``."""
         ...
 
-    def preempts(self, key: AttemptKey, computed: int) -> Relief | None:
-        """Whether the request, whose first ``computed`` tokens have KV by now, must give up its
-        blocks before the next step, as if they had run out.
+    def preempts(self, key: AttemptKey, computed: int, length: int) -> Relief | None:
+        """Whether the request, which has ``length`` tokens by now and KV of the first ``computed``,
+        must give up its blocks before the next step, as if they had run out.
         """
         ...
 
@@ -62,7 +62,7 @@ class OpenGate:
     def holds(self, state: str, key: AttemptKey) -> bool:
         return False
 
-    def preempts(self, key: AttemptKey, computed: int) -> Relief | None:
+    def preempts(self, key: AttemptKey, computed: int, length: int) -> Relief | None:
         return None
 
 

@@ -73,6 +73,8 @@ class WorkerSequence:
     published: int = 0
     """Leading blocks that are findable, or were when they were acquired."""
     cached_tokens: int = 0
+    overtaken: int = 0
+    """Tokens of younger prompts that were computed while it waited for its own."""
     started_s: float = 0.0
     target: pb.Target | None = None
     """Prefill: where its KV goes."""
@@ -205,6 +207,29 @@ class Sequences:
         self.table.computed[seq.row] = seq.cached_tokens
         self.by_row[seq.row] = seq
         return True
+
+    def is_untouched(self, seq: WorkerSequence) -> bool:
+        """Whether nothing of its tokens was computed here, nor are its blocks being sent."""
+        if seq.sending or seq.sent is not None:
+            return False
+        return bool(self.table.computed[seq.row] == seq.cached_tokens)
+
+    def match_again(self, seq: WorkerSequence) -> None:
+        """Trade blocks that an untouched sequence was to fill for those that are findable by now.
+        Its last position stays to be computed.
+        """
+        have, size = seq.published, self.table.block_size
+        found = self.pool.match(seq.hashes[have : (seq.length - 1) // size])
+        end = have + len(found)
+        if end * size <= seq.cached_tokens:
+            return
+        self.pool.acquire(found)
+        self.pool.release(seq.blocks[have:end])
+        seq.blocks[have:end] = found
+        seq.published = end
+        seq.cached_tokens = end * size
+        self.table.set_blocks(seq.row, seq.blocks)
+        self.table.computed[seq.row] = seq.cached_tokens
 
     def let_go(self, seq: WorkerSequence, fence: Hashable | None) -> None:
         """Take all blocks from a live sequence, which keeps its row and what is computed."""

@@ -1,6 +1,7 @@
 """Whether a prompt may come in now. Pure.
 
-A prompt is taken only with all its blocks, and with less than one full step of work before it:
+A prompt is taken only with all its blocks, and with less than one full step of work before it, as
+prompts are ordered:
 whatever waits longer waits in the router's queue, where another worker can still take it (design:
 section 2).
 """
@@ -29,6 +30,6 @@ class PromptAdmission:
             return f"prompt of {prompt_len} tokens needs more than all {self.num_blocks} blocks"
         return None
 
-    def has_look_ahead(self, waiting_tokens: int) -> bool:
-        """Whether one more prompt may wait behind ``waiting_tokens`` tokens still to compute."""
-        return waiting_tokens < self.max_batch_tokens
+    def has_look_ahead(self, tokens_before: int) -> bool:
+        """Whether one more prompt may wait behind ``tokens_before`` tokens still to compute."""
+        return tokens_before < self.max_batch_tokens

@@ -5,9 +5,11 @@ from __future__ import annotations
 from kvferry.engine.first_token import FirstToken, first_tokens
 from kvferry.engine.plan import StepPlan, StepResult
 from kvferry.engine.ports import Gate
+from kvferry.engine.prompt_order import Wait
+from kvferry.engine.prompts import PromptPlanner
 from kvferry.engine.sequences import Sequences, State, WorkerSequence
 from kvferry.engine.steps import Step, Stepper
-from kvferry.prefill_worker.scheduler import share_budget
+from kvferry.prefill_worker.scheduler import tokens_before
 
 
 class PrefillBatch:
@@ -18,6 +20,7 @@ class PrefillBatch:
     ) -> None:
         self.prompts: list[WorkerSequence] = []
         self._sequences = sequences
+        self._planner = PromptPlanner(sequences, max_tokens)
         self._stepper = stepper
         self._gate = gate
         self._max_tokens = max_tokens
@@ -27,7 +30,12 @@ class PrefillBatch:
     @property
     def waiting_tokens(self) -> int:
         """Tokens still to compute."""
-        return sum(self._remaining(seq) for seq in self.prompts)
+        return sum(self._planner.remaining(seq) for seq in self.prompts)
+
+    def tokens_before(self, remaining: int, time_left_s: float) -> int:
+        """Tokens to compute before a prompt of so many that would come in now."""
+        waits = map(self._planner.wait, self.prompts)
+        return tokens_before(Wait(remaining, time_left_s), waits, self._planner.patience)
 
     def plan(self) -> StepPlan | None:
         prompts = self.prompts
@@ -35,12 +43,11 @@ class PrefillBatch:
             prompts = [seq for seq in prompts if not self._gate.holds(seq.state, seq.key)]
         suspect = self._stepper.next_suspect()
         if suspect is not None:
-            prompts, counts = [suspect[0]], [suspect[1]]
+            planned, counts = [suspect[0]], [suspect[1]]
         else:
-            counts = share_budget(map(self._remaining, prompts), self._max_tokens, self._max_seqs)
-        if not prompts:
+            planned, counts = self._planner.plan(prompts, self._max_tokens, self._max_seqs)
+        if not planned:
             return None
-        planned = prompts[: len(counts)]
         now = self._sequences.clock()
         for seq in planned:
             if seq.state is State.WAITING:
@@ -66,7 +73,3 @@ class PrefillBatch:
     def planned(self) -> Step:
         assert self._step is not None, "no step was planned"
         return self._step
-
-    def _remaining(self, seq: WorkerSequence) -> int:
-        table = self._sequences.table
-        return int(table.length[seq.row] - table.computed[seq.row])

@@ -3,7 +3,8 @@
     Prefill ─▶ WAITING ─first chunk─▶ PREFILLING ─first token─▶ TRANSFERRING ─acknowledged─▶ CLOSED
                                           └─ KV to the sender, layer by layer ─┘
 
-1. A prompt is taken with all its blocks, behind whatever prefix is cached, or answered Busy.
+1. A prompt is taken with all its blocks, behind whatever prefix is cached, or answered Busy. It
+   takes its place by deadline and by what is left of it: engine/prompt_order.py.
 2. Its uncached tokens are computed in chunks; each block is findable as soon as it is full.
 3. From its first chunk on, the sender hears of each layer that is done and may ship the KV that the
    decode side lacks while later layers compute.
@@ -191,7 +192,9 @@ class PrefillRole:
             send_failed(seq.port, seq.key, "internal", message)
 
     def _take(self, port: RouterPort, key: AttemptKey, prefill: pb.Prefill) -> bool:
-        if not self._admission.has_look_ahead(self._batch.waiting_tokens):
+        spec = prefill.sequence
+        before = self._batch.tokens_before(len(spec.token_ids), spec.deadline_s)
+        if not self._admission.has_look_ahead(before):
             return False
         seq = self.sequences.open(key, port, prefill.sequence)
         # The last position is always computed: without it there are no logits to sample from.

@@ -1,21 +1,15 @@
-"""Which prompts compute how many tokens in the next step. Pure: numbers in, numbers out."""
+"""How much is computed before a prompt that comes in now. Pure: numbers in, numbers out.
+
+The order of prompts within the steps is that of ``engine.prompt_order``, for both roles.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from kvferry.engine.prompt_order import Wait, is_before
 
-def share_budget(remaining: Iterable[int], max_tokens: int, max_seqs: int) -> list[int]:
-    """Tokens for each prompt in order of arrival, from a budget of ``max_tokens`` per step.
 
-    A prompt longer than what is left takes the rest and goes on in the next step (chunked prefill).
-    Returns one count per prompt of the leading prompts that get any.
-    """
-    counts: list[int] = []
-    left = max_tokens
-    for tokens in remaining:
-        if left == 0 or len(counts) == max_seqs:
-            break
-        counts.append(min(tokens, left))
-        left -= counts[-1]
-    return counts
+def tokens_before(newcomer: Wait, waits: Iterable[Wait], patience: int) -> int:
+    """Tokens still to compute of those prompts that go before ``newcomer``."""
+    return sum(wait.remaining for wait in waits if is_before(wait, newcomer, patience))

@@ -124,14 +124,15 @@ class Dispatcher:
 
     def _pair(self, waiter: _Waiter) -> Pair | None:
         progress, timeline = waiter.progress, waiter.timeline
-        prefill = self._able_to_prefill()
+        able = [s for s in self.sessions if s.view.takes_prompt(len(progress.tokens))]
+        prefill = [s for s in able if s.view.role is Role.PREFILL]
         decode = [s for s in self.sessions if s.view.role is not Role.PREFILL]
         if prefill and progress.last_token_next:
             first = self._candidates(progress, prefill, by_tokens=True)
             number, _ = self._policy.choose(len(progress.tokens), first, first)
             return PrefillOnly(progress, timeline, self._session(number))
         decode = [s for s in decode if s.view.takes_reservations]
-        both = [s for s in decode if s.view.role is Role.BOTH and s.view.takes_prompts]
+        both = [s for s in decode if s.view.role is Role.BOTH and s in able]
         prefill = prefill or both
         decode = [s for s in decode if s.view.role is Role.DECODE] or both
         if not prefill or not decode:
@@ -145,9 +146,6 @@ class Dispatcher:
         if d.view.role is Role.BOTH:
             return LocalPair(progress, timeline, d)
         return RemotePair(progress, timeline, p, d, self.another_prefill)
-
-    def _able_to_prefill(self) -> list[WorkerSession]:
-        return [s for s in self.sessions if s.view.role is Role.PREFILL and s.view.takes_prompts]
 
     def _candidates(
         self, progress: Progress, sessions: Sequence[WorkerSession], *, by_tokens: bool

@@ -19,7 +19,7 @@ class Side:
         self._key = progress.key()
         self._mailbox = mailbox
         self._open = False
-        self._tokens = 0
+        self._prompt: int | None = None
         self._reserving = 0
         self._active = 0
 
@@ -33,14 +33,19 @@ class Side:
 
     def claim_prompt(self, num_tokens: int) -> None:
         """Count a prompt here from the moment it was dispatched, before the worker hears of it."""
-        self._count(tokens=num_tokens)
+        self._prompt = num_tokens
+        self.view.prompts.append(num_tokens)
+        self.session.changed()
 
     def prefill(self, spec: pb.SequenceSpec, target: pb.Target | None) -> None:
         prefill = pb.Prefill(key=self._key, sequence=spec, target=target)
         self._send(pb.RouterMessage(prefill=prefill))
 
     def prefilled(self) -> None:
-        self._count(tokens=-self._tokens)
+        if self._prompt is not None:
+            self.view.prompts.remove(self._prompt)
+            self._prompt = None
+        self.session.changed()
 
     def start(self, token_id: int) -> None:
         self._send(pb.RouterMessage(start=pb.Start(key=self._key, token_id=token_id)))
@@ -52,7 +57,8 @@ class Side:
             self.session.forget(self._key)
             if not self.over and self.view.routable:
                 self.session.send(pb.RouterMessage(cancel=pb.Cancel(key=self._key)))
-        self._count(tokens=-self._tokens, reserving=-self._reserving, active=-self._active)
+        self.prefilled()
+        self._count(reserving=-self._reserving, active=-self._active)
 
     def _send(self, message: pb.RouterMessage) -> None:
         if not self._open:
@@ -60,11 +66,9 @@ class Side:
             self.session.register(self._key, self._mailbox)
         self.session.send(message)
 
-    def _count(self, *, tokens: int = 0, reserving: int = 0, active: int = 0) -> None:
-        self._tokens += tokens
+    def _count(self, *, reserving: int = 0, active: int = 0) -> None:
         self._reserving += reserving
         self._active += active
-        self.view.prefill_tokens += tokens
         self.view.reserving += reserving
         self.view.active += active
         self.session.changed()

@@ -37,8 +37,8 @@ class WorkerView:
     reason: str = "not connected yet"
     hello: pb.WorkerHello = field(default_factory=pb.WorkerHello)
     load: pb.Load = field(default_factory=pb.Load)
-    prefill_tokens: int = 0
-    """Tokens of the prompts dispatched to it that have no first token yet."""
+    prompts: list[int] = field(default_factory=list)
+    """Lengths of the prompts dispatched to it that have no first token yet."""
     reserving: int = 0
     """Reservations asked of it and not answered yet."""
     active: int = 0
@@ -49,9 +49,15 @@ class WorkerView:
         return self.state in (WorkerState.CATCHING_UP, WorkerState.READY)
 
     @property
-    def takes_prompts(self) -> bool:
-        """Less than one full step of prompts is before it: one more may look ahead."""
-        return self.routable and self.prefill_tokens < max(self.hello.max_batch_tokens, 1)
+    def prefill_tokens(self) -> int:
+        return sum(self.prompts)
+
+    def takes_prompt(self, num_tokens: int) -> bool:
+        """Whether less than one full step of work is before such a prompt, so that it may look
+        ahead. Shorter ones are computed first.
+        """
+        before = sum(length for length in self.prompts if length <= num_tokens)
+        return self.routable and before < max(self.hello.max_batch_tokens, 1)
 
     @property
     def takes_reservations(self) -> bool:

@@ -29,7 +29,7 @@ class HoldAt:
         self._reached.set()
         return True
 
-    def preempts(self, key: AttemptKey, computed: int) -> None:
+    def preempts(self, key: AttemptKey, computed: int, length: int) -> None:
         return None
 
     def hold(self, state: str) -> None:
@@ -58,10 +58,10 @@ class PreemptEvery:
     def holds(self, state: str, key: AttemptKey) -> bool:
         return False
 
-    def preempts(self, key: AttemptKey, computed: int) -> Relief | None:
-        if (key.request, computed) in self._done:
+    def preempts(self, key: AttemptKey, computed: int, length: int) -> Relief | None:
+        if (key.request, length) in self._done:
             return None
-        self._done.add((key.request, computed))
+        self._done.add((key.request, length))
         self.count += 1
         return self._relief
 

@@ -61,7 +61,7 @@ class SpeakingGate:
             self._said = True
             say(name=self._name, held=self._state)
 
-    def preempts(self, key: AttemptKey, computed: int) -> None:
+    def preempts(self, key: AttemptKey, computed: int, length: int) -> None:
         return None
 
 

@@ -23,7 +23,7 @@ class PreemptAt:
     def holds(self, state: str, key: AttemptKey) -> bool:
         return False
 
-    def preempts(self, key: AttemptKey, computed: int) -> Relief | None:
+    def preempts(self, key: AttemptKey, computed: int, length: int) -> Relief | None:
         if self._computed is None or computed < self._computed:
             return None
         self._computed = None

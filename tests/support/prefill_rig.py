@@ -64,18 +64,23 @@ class NotingSender:
 class Rig:
     """One prefill worker, turned by hand on a clock set by hand."""
 
-    def __init__(self, eos: tuple[int, ...] = (), **hooks: Callable[..., None]) -> None:
+    def __init__(
+        self, eos: tuple[int, ...] = (), look_ahead: int = 16, **hooks: Callable[..., None]
+    ) -> None:
+        """``look_ahead``: tokens that may be before a prompt that is taken."""
         self.now = 0.0
         self.spoil_next = False
+        self.chunks: list[dict[int, int]] = []
+        """Tokens per request in each step so far."""
         pool = local_config().prefill
         backend = fake_backend(pool.block_size, eos=eos, num_layers=NUM_LAYERS, **hooks)
         self._runner = backend.runner
         parts = build_parts(backend, pool, backend.identity.root("float64"), 30.0, self.clock)
         self.pool, self.sequences = parts.pool, parts.sequences
         self.sender = NotingSender()
-        batch = PrefillBatch(parts.sequences, parts.stepper, OpenGate(), 16, 8)
+        batch = self.batch = PrefillBatch(parts.sequences, parts.stepper, OpenGate(), 16, 8)
         admission = PromptAdmission(
-            num_blocks=64, block_size=4, max_model_len=128, max_batch_tokens=16
+            num_blocks=64, block_size=4, max_model_len=128, max_batch_tokens=look_ahead
         )
         self.layout = layout_of(backend.kv)
         self.role = PrefillRole(parts.sequences, admission, batch, self.sender, self.layout)
@@ -87,6 +92,8 @@ class Rig:
         return self.now
 
     def execute(self, plan: StepPlan, layer_done: LayerDone | None = None) -> StepResult:
+        counts = zip(self.batch.planned.seqs, plan.query_lens.tolist(), strict=True)
+        self.chunks.append({seq.key.request: count for seq, count in counts})
         result = self._runner.execute(plan, layer_done)
         if self.spoil_next and len(result.token_ids):
             result.invalid = (0,)
@@ -96,7 +103,12 @@ class Rig:
         self.loop.post(FromRouter(self.port, pb.RouterMessage(**kind)))
 
     def prefill(
-        self, prompt: list[int] = PROMPT, request: int = 1, attempt: int = 1, cached: int = 0
+        self,
+        prompt: list[int] = PROMPT,
+        request: int = 1,
+        attempt: int = 1,
+        cached: int = 0,
+        deadline_s: float = 60.0,
     ) -> AttemptKey:
         """Ask for a prompt whose KV goes to a worker that holds ``cached`` tokens."""
         target = pb.Target(
@@ -108,7 +120,7 @@ class Rig:
             wire="float64",
             root_hash=b"theirs",
         )
-        spec = prompt_spec(prompt)
+        spec = prompt_spec(prompt, deadline_s)
         key = pb.Key(request=request, attempt=attempt)
         self.say(prefill=pb.Prefill(key=key, sequence=spec, target=target))
         return AttemptKey(ROUTER, RequestId(request), attempt)

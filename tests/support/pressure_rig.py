@@ -64,7 +64,7 @@ class PressureGate:
     def holds(self, state: str, key: AttemptKey) -> bool:
         return False
 
-    def preempts(self, key: AttemptKey, computed: int) -> Relief | None:
+    def preempts(self, key: AttemptKey, computed: int, length: int) -> Relief | None:
         return self.wants.pop(key.request, None)
 
 

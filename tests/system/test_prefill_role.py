@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 import pytest
 from fake_engine_model import EOS, expected
 from prefill_rig import NUM_LAYERS, PROMPT, Rig
+from role_ports import ROUTER
 
-from kvferry.core.ids import AttemptKey
+from kvferry.core.ids import AttemptKey, RequestId
 from kvferry.engine.plan import StepPlan
 from kvferry.engine.ports import SessionClosed
 from kvferry.kv_transfer.jobs import (
@@ -229,3 +230,61 @@ def test_a_step_that_fails_is_taken_up_with_the_same_chunks(failing: Rig) -> Non
         assert failing.sender.reports[key][-1] == (NUM_LAYERS, length)
         failing.hear(done(key))
     assert failing.held() == 0
+
+
+def chunks_of(rig: Rig, turns: int = 1) -> list[dict[int, int]]:
+    """Tokens per request in each of the next steps."""
+    rig.chunks.clear()
+    rig.turn(turns)
+    return rig.chunks
+
+
+def test_short_prompts_overtake_long_ones_up_to_a_bound() -> None:
+    rig = Rig()
+    rig.prefill([1] * 120, request=1)
+    assert chunks_of(rig) == [{1: 16}]
+    steps = []
+    for number in range(2, 16):
+        rig.prefill([number] * 16, request=number)
+        steps += chunks_of(rig)
+    overtakers = [step for step in steps if 1 not in step]
+    # Eight full steps of younger prompts; then it is due.
+    assert overtakers == [{number: 16} for number in range(2, 10)]
+    assert steps[8:14] == [{1: 16}] * 6
+    assert "busy" in rig.port.kinds(), "behind a prompt that is due there is no look-ahead"
+
+
+def test_equal_prompts_that_come_together_are_computed_once() -> None:
+    rig = Rig(look_ahead=100)
+    for number in (1, 2, 3):
+        rig.prefill(request=number)
+    # Blocks of 4: 36 tokens of each are shared, and the last one has to be computed.
+    assert chunks_of(rig, 4) == [{1: 16}, {1: 16}, {1: 5}, {2: 1, 3: 1}]
+    assert [m.prefill_done.cached_tokens for m in rig.port.sent] == [0, 36, 36]
+    first = expected(PROMPT, 1)[0]
+    assert [m.prefill_done.token_id for m in rig.port.sent] == [first] * 3
+
+
+def test_who_shares_a_beginning_waits_for_that_and_no_longer() -> None:
+    rig = Rig(look_ahead=100)
+    rig.prefill([*PROMPT[:12], *[3] * 20], request=1)
+    rig.prefill([*PROMPT[:12], *[4] * 21], request=2)
+    assert chunks_of(rig, 3) == [{1: 16}, {1: 16}, {2: 16}]
+    assert rig.sequences.get(AttemptKey(ROUTER, RequestId(2), 1)).cached_tokens == 12
+
+
+def test_who_waits_for_a_prompt_that_is_cancelled_computes_for_itself() -> None:
+    rig = Rig(look_ahead=100)
+    key = rig.prefill(request=1)
+    rig.prefill(request=2)
+    assert chunks_of(rig) == [{1: 16}]
+    cancel(rig, key)
+    assert chunks_of(rig, 2) == [{2: 16}, {2: 5}]
+    assert rig.sender.reports[AttemptKey(ROUTER, RequestId(2), 1)][0] == (NUM_LAYERS, 16)
+
+
+def test_a_prompt_with_an_early_deadline_goes_first() -> None:
+    rig = Rig()
+    rig.prefill(PROMPT[:30], request=1)
+    rig.prefill([7] * 36, request=2, deadline_s=1.0)
+    assert chunks_of(rig, 2) == [{2: 16}, {2: 16}]
