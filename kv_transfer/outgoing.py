@@ -109,6 +109,11 @@ class Transfer:
         return self.state.is_live
 
     @property
+    def has_progressed(self) -> bool:
+        """Whether more was reported since the last cut."""
+        return self.progress is not self._seen
+
+    @property
     def is_whole(self) -> bool:
         """Whether all is cut."""
         return bool(self._cutters) and all(cutter.complete for cutter in self._cutters)
@@ -142,7 +147,7 @@ class Transfer:
         Raises TransferFailed for a slab too small for one token of one layer.
         """
         progress = self.progress
-        if progress is None or progress is self._seen:
+        if progress is None or not self.has_progressed:
             return False
         self._seen = progress
         if self.computed_s is not None and not self.tail_nbytes:

@@ -102,6 +102,7 @@ class SenderSession:
         if not self._slabs.pack():
             self._look_soon()
         self._slabs.land()
+        self._outbox.flush()
         now = self._clock()
         if now >= self._sweep_s:
             self._sweep_s = now + self._sweep()
@@ -154,6 +155,8 @@ class SenderSession:
         for transfer in self._transfers.values():
             if not transfer.is_live:
                 self._look_soon()
+                continue
+            if not transfer.has_progressed:
                 continue
             idle = not transfer.is_waiting
             try:
@@ -269,12 +272,13 @@ class SenderSession:
         """
         wait_s = math.inf
         for lease, transfer in list(self._transfers.items()):
-            if transfer.is_waiting and self._table.is_overdue(transfer):
+            is_waiting = transfer.is_waiting
+            if is_waiting and self._table.is_overdue(transfer):
                 self._retry(transfer)
             if transfer.state.is_ended:
                 del self._transfers[lease]
                 self._drop(transfer)
-            elif transfer.is_waiting:
+            elif is_waiting:
                 wait_s = min(wait_s, self._table.overdue_in_s(transfer))
         return wait_s
 
