@@ -63,6 +63,11 @@ class ModelConfig(Section):
     max_model_len: int | None = Field(
         None, ge=2, description="Context limit in tokens; default: the model's own."
     )
+    cuda_graphs: Literal["auto", "off"] = Field(
+        "auto",
+        description="auto: on GPUs without tensor parallelism decode steps are captured when a "
+        "worker starts, and replayed; off: their kernels are launched one by one.",
+    )
     deterministic: bool = Field(
         False,
         description="Compute every row alike whatever else is in the batch, at some cost on GPUs; "

@@ -10,6 +10,7 @@ is in depends on itself alone.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -25,6 +26,20 @@ from kvferry.kernels.launch import chip_of, next_power_of_2
 from kvferry.kernels.ops import Ops
 from kvferry.kernels.upload import uploaded
 from kvferry.models.decoder import Attend, Heads
+
+
+@dataclass(slots=True, eq=False)
+class DecodeInputs:
+    """What the attention of S short sequences reads of a step, on the device."""
+
+    slots: torch.Tensor
+    """int64 [T]; -1 where nothing is written."""
+    query_starts: torch.Tensor
+    """int32 [S + 1]"""
+    context_lens: torch.Tensor
+    """int32 [S]"""
+    block_tables: torch.Tensor
+    """int32 [S, blocks]"""
 
 
 class KernelAttention:
@@ -70,11 +85,23 @@ class KernelAttention:
             parts.append(self._decoding(tensors, int(starts[num_short])))
         parts += [self._prefill(tensors, seqs) for seqs in self._prefill_groups(tensors)]
 
+        return self._attend(tensors.slots, parts)
+
+    def decoding(self, inputs: DecodeInputs, max_query_len: int) -> Attend:
+        """The callback of a step of short sequences alone, all of whose numbers are on the device
+        already: no more than kernels are launched, here and in the callback. Rows of no sequence
+        come out as anything.
+        """
+        plan = self._split_plan(len(inputs.context_lens), max_query_len)
+        self._ops.plan_splits(inputs.context_lens, inputs.query_starts, plan)
+        return self._attend(inputs.slots, [self._short_part(inputs, plan, len(inputs.slots))])
+
+    def _attend(self, slots: torch.Tensor, parts: list[_Part]) -> Attend:
         def attend(layer: int, heads: Heads) -> torch.Tensor:
             kv = self._layers[layer]
             norms = heads.q_norm, heads.k_norm, heads.eps
             q = self._ops.rope_kv_write(
-                heads.q, heads.k, heads.v, heads.cos, heads.sin, tensors.slots, kv, *norms
+                heads.q, heads.k, heads.v, heads.cos, heads.sin, slots, kv, *norms
             )
             out = torch.empty_like(q)
             for part in parts:
@@ -92,18 +119,23 @@ class KernelAttention:
         device = self._layers[0].k.device
         # Padding rows have no tokens, and block 0 as their table, which nothing reads.
         starts = np.pad(tensors.query_starts[: num_seqs + 1], (0, padding), mode="edge")
-        query_starts = uploaded(starts.astype(np.int32), device)
-        context_lens = uploaded(_padded(tensors.context_lens[:num_seqs], padding), device)
-        tables = uploaded(_padded(tensors.block_tables[:num_seqs], padding), device)
-        self._ops.plan_splits(context_lens, query_starts, plan)
+        inputs = DecodeInputs(
+            slots=tensors.slots,
+            query_starts=uploaded(starts.astype(np.int32), device),
+            context_lens=uploaded(_padded(tensors.context_lens[:num_seqs], padding), device),
+            block_tables=uploaded(_padded(tensors.block_tables[:num_seqs], padding), device),
+        )
+        self._ops.plan_splits(inputs.context_lens, inputs.query_starts, plan)
+        return self._short_part(inputs, plan, num_tokens)
 
+    def _short_part(self, inputs: DecodeInputs, plan: SplitPlan, num_tokens: int) -> _Part:
         def attend(q: torch.Tensor, kv: KvLayer, out: torch.Tensor) -> None:
             self._ops.flash_decoding(
                 q[:num_tokens],
                 kv,
-                tables,
-                context_lens,
-                query_starts,
+                inputs.block_tables,
+                inputs.context_lens,
+                inputs.query_starts,
                 plan,
                 scale=_scale(q),
                 out=out[:num_tokens],

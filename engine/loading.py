@@ -12,10 +12,12 @@ import torch
 
 from kvferry.cache.hashing import SCHEME_VERSION
 from kvferry.cache.paged import MIN_BLOCKS, PagedKV, block_nbytes, num_blocks_for
-from kvferry.core.config import CPU_KV_NBYTES, ModelConfig, PoolConfig
+from kvferry.core.config import CPU_KV_NBYTES, DecodeConfig, ModelConfig, PoolConfig
 from kvferry.core.errors import ConfigError, RankLost, StartupError
 from kvferry.engine.backend import Backend, ModelIdentity
 from kvferry.engine.collectives import collectives
+from kvferry.engine.cuda_capture import CudaCapture
+from kvferry.engine.graphs import log_progress
 from kvferry.engine.memory import KvBudget, measured_budget, no_step_fits, stated_budget
 from kvferry.engine.parallel_runner import ParallelRunner
 from kvferry.engine.plan import Runner, SamplingRows, StepPlan
@@ -51,6 +53,8 @@ def load_backend(
     if group is None:
         backend = load_part(folder, vocab_size, model, pool, pool_name, device=device)
         _warm_up(backend.runner)
+        if device != "cpu" and model.cuda_graphs == "auto" and isinstance(pool, DecodeConfig):
+            _capture(backend, pool)
         return backend
     try:
         group.join_all(timeout_s)
@@ -158,6 +162,13 @@ def allocate_kv(
     return PagedKV.allocate(
         **shape, num_blocks=num_blocks, dtype=dtype, device=device, num_host_slots=slots
     )
+
+
+def _capture(backend: Backend, pool: DecodeConfig) -> None:
+    runner = backend.runner
+    assert isinstance(runner, ModelRunner), "graphs are of one rank's own steps"
+    capture = CudaCapture(backend.kv.tensor.device)
+    runner.capture_graphs(capture, log_progress, pool.max_batch_seqs)
 
 
 def _warm_up(runner: Runner) -> None:

@@ -12,13 +12,14 @@ from kvferry.cache.paged import PagedKV
 from kvferry.engine.attention import PagedAttention
 from kvferry.engine.block_moves import move_blocks
 from kvferry.engine.cpu_attention import compiled_attention
+from kvferry.engine.graphs import Capture, DecodeGraphs, Progress, StaticInputs, buckets_for
 from kvferry.engine.in_flight import InFlight, Settled
 from kvferry.engine.kernel_attention import KernelAttention
 from kvferry.engine.kernel_sampler import KernelSampler
 from kvferry.engine.plan import LayerDone, SamplingRows, StepPlan, StepResult
 from kvferry.engine.quantised_attention import QuantisedAttention
 from kvferry.engine.sampler import sample
-from kvferry.engine.step_tensors import StepTensors
+from kvferry.engine.step_tensors import StepArrays, StepTensors
 from kvferry.kernels.ops import Backend
 from kvferry.models.decoder import Attend, Decoder, Heads
 
@@ -39,6 +40,7 @@ class ModelRunner:
         self._vocab_size = vocab_size
         self._device = kv.tensor.device
         self._attention = attention_for(decoder, kv)
+        self._graphs: DecodeGraphs | None = None
         is_triton = decoder.backend.is_triton
         self._draw = KernelSampler(decoder.ops).draw if is_triton else _drawn_at_once
 
@@ -63,13 +65,38 @@ class ModelRunner:
 
     def logits(self, plan: StepPlan, layer_done: LayerDone | None = None) -> torch.Tensor:
         """Run one step: [num_sampled, V] in the compute dtype, on the device."""
-        tensors = StepTensors.build(plan, self._block_size, self._device)
+        arrays = StepArrays.of(plan, self._block_size)
+        if self._graphs is not None and layer_done is None:
+            logits = self._graphs.logits(arrays)
+            if logits is not None:
+                return logits
+        tensors = arrays.on(self._device)
         attend = self._attention(tensors)
         if layer_done is not None:
             layer_done(0, self._event())
             attend = self._telling(attend, layer_done)
         hidden = self._decoder(tensors.token_ids, tensors.positions, attend)
         return self._decoder.logits(hidden[tensors.sampled_tokens])
+
+    @torch.inference_mode()
+    def capture_graphs(
+        self, capture: Capture, progress: Progress, max_seqs: int, max_query_len: int = 1
+    ) -> None:
+        """From now on steps of up to ``max_seqs`` sequences of up to ``max_query_len`` tokens each
+        are replayed, except where somebody listens to their layers.
+        """
+        attention = self._attention
+        assert isinstance(attention, KernelAttention), "graphs are of kernels"
+
+        def run(inputs: StaticInputs, query_len: int) -> torch.Tensor:
+            attend = attention.decoding(inputs.attention, query_len)
+            hidden = self._decoder(inputs.token_ids, inputs.positions, attend)
+            return self._decoder.logits(hidden[inputs.sampled_tokens])
+
+        max_blocks = -(-self._decoder.spec.max_model_len // self._block_size)
+        buckets = buckets_for(max_seqs, max_query_len)
+        self._graphs = DecodeGraphs(run, buckets, max_blocks, self._device)
+        self._graphs.capture_all(capture, progress)
 
     def _telling(self, attend: Attend, layer_done: LayerDone) -> Attend:
         """``attend``, which writes the KV of its layer, and then word of that."""

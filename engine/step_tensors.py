@@ -45,6 +45,24 @@ class StepTensors:
 
     @classmethod
     def build(cls, plan: StepPlan, block_size: int, device: torch.device | str) -> StepTensors:
+        return StepArrays.of(plan, block_size).on(device)
+
+
+@dataclass(slots=True, eq=False)
+class StepArrays:
+    """The same, still on the host: int64 where ``StepTensors`` has tensors."""
+
+    token_ids: Int64
+    positions: Int64
+    slots: Int64
+    sampled_tokens: Int64
+    query_starts: Int64
+    context_lens: Int32
+    block_tables: Int32
+    num_short: int
+
+    @classmethod
+    def of(cls, plan: StepPlan, block_size: int) -> StepArrays:
         plan = _short_first(plan)
         query_starts = np.zeros(len(plan.query_lens) + 1, dtype=np.int64)
         np.cumsum(plan.query_lens, out=query_starts[1:])
@@ -54,14 +72,26 @@ class StepTensors:
         slots = plan.block_tables[seqs, positions // block_size].astype(np.int64) * block_size
         slots += positions % block_size
         return cls(
-            token_ids=uploaded(plan.token_ids, device),
-            positions=uploaded(positions, device),
-            slots=uploaded(slots, device),
-            sampled_tokens=uploaded(query_starts[1:][plan.sampled] - 1, device),
+            token_ids=plan.token_ids,
+            positions=positions,
+            slots=slots,
+            sampled_tokens=query_starts[1:][plan.sampled] - 1,
             query_starts=query_starts,
             context_lens=plan.context_lens,
             block_tables=plan.block_tables,
             num_short=int((plan.query_lens <= SHORT_QUERY_LEN).sum()),
+        )
+
+    def on(self, device: torch.device | str) -> StepTensors:
+        return StepTensors(
+            token_ids=uploaded(self.token_ids, device),
+            positions=uploaded(self.positions, device),
+            slots=uploaded(self.slots, device),
+            sampled_tokens=uploaded(self.sampled_tokens, device),
+            query_starts=self.query_starts,
+            context_lens=self.context_lens,
+            block_tables=self.block_tables,
+            num_short=self.num_short,
         )
 
 
