@@ -50,6 +50,8 @@ class Request:
     local: bool
     tokens: list[int] = field(default_factory=list)
     attempt: int = 0
+    given_back: int = 0
+    born_s: float = 0.0
     outcome: str = ""
     expected: list[int] = field(default_factory=list)
     unread: deque[Item] = field(default_factory=deque)
@@ -91,6 +93,7 @@ class Router:
 
     def submit(self, request: Request) -> None:
         self.requests.append(request)
+        request.born_s = self.world.agenda.now
         spine = self._spines[request.number] = self._spine(request)
         self._resume(request, spine, None)
         self.world.agenda.at(request.deadline_s, self._end, request, "deadline")
@@ -218,6 +221,8 @@ class Router:
             token_ids=request.tokens,
             prompt_len=len(request.prompt),
             deadline_s=request.deadline_s - self.world.agenda.now,
+            age_s=self.world.agenda.now - request.born_s,
+            given_back=request.given_back,
             sampling=pb.Sampling(
                 max_tokens=request.max_tokens, ignore_eos=True, top_p=1.0, repetition_penalty=1.0
             ),
@@ -323,6 +328,7 @@ class Router:
             case "refused":
                 raise AttemptOver(item.refused.reason)
             case "preempted":
+                request.given_back += 1
                 raise AttemptOver("preempted")
             case "failed" if item.failed.kind == "refused":
                 raise Refused(item.failed.message)

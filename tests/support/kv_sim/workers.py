@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 MAX_MODEL_LEN = 40
 MAX_SEQS = 6
 LEASE_S = 3.0
+HOST_SLOTS = (0, 3, 40)
+"""What a decode worker out of blocks can do differs from life to life."""
 IDLE_S = 0.25
 """A step loop with sequences looks at its deadlines at least so often."""
 ROOT = root_hash(1, b"simulated", "", "float32", "float32")
@@ -77,6 +79,7 @@ class Worker(ABC):
             block_size=shape.block_size,
             num_blocks=shape.num_blocks,
             dtype=shape.dtype,
+            num_host_slots=0 if shape.is_prefill else HOST_SLOTS[incarnation % len(HOST_SLOTS)],
         )
         self.layout = layout_of(self.kv)
         pools = UnfencedPool if world.defect is Defect.NO_FENCES else BlockPool
@@ -236,6 +239,7 @@ class DecodeSide(Worker):
             OpenGate(),
             reserve_queue=4,
             wire=self.wire,
+            num_host_slots=self.kv.num_host_slots,
         )
 
     @property
