@@ -35,7 +35,8 @@ def product(
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     if rows.stride(1) != 1:
         rows = rows.contiguous()
-    if weight.stride()[1:] != (PANEL, 1) or lanes != PANEL or rows.shape[1] != depth:
+    is_whole = lanes == PANEL and weight[:1].is_contiguous()
+    if not is_whole or rows.shape[1] != depth:
         raise ValueError(f"weight: panels {tuple(weight.shape)} for inputs {tuple(x.shape)}")
     if x.dtype is not torch.float32 or weight.dtype is not torch.float32:
         raise ValueError(f"x, weight: {x.dtype}, {weight.dtype}; must be float32")

@@ -5,12 +5,41 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from compiled_packs import COMPILER, build_pack
+from cpu_libraries import build_cpu_ops
 
+from kvferry.kernels.cpu.library import CpuOps, Lanes
 from kvferry.kernels.kv_pack.host_compiled import LANES, CompiledPack, compiled_pack
+
+
+@pytest.fixture(scope="session")
+def cpu_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The CPU's operations, compiled."""
+    if COMPILER is None:
+        pytest.skip("no C compiler")
+    return build_cpu_ops(tmp_path_factory.mktemp("cpu"))
+
+
+@pytest.fixture(params=[Lanes.AVX2, Lanes.AVX512], ids=lambda lanes: lanes.name)
+def cpu(request: pytest.FixtureRequest, cpu_library: Path) -> CpuOps:
+    """The same, as each kind of CPU runs them."""
+    try:
+        return CpuOps(cpu_library, request.param)
+    except OSError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -1,0 +1,20 @@
+"""The CPU's operations, built as an installation builds them, with warnings as errors."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+from compiled_packs import COMPILER
+from sourcetree import ROOT
+
+_SOURCE = ROOT / "kernels" / "cpu" / "cpu_ops.c"
+
+
+def build_cpu_ops(folder: Path, *options: str) -> Path:
+    """The library, compiled with further ``options``."""
+    path = folder / "cpu_ops.so"
+    flags = ["-O3", "-std=gnu11", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", *options]
+    command = [str(COMPILER), *flags, "-shared", "-fPIC", "-pthread", "-o", str(path), str(_SOURCE)]
+    subprocess.run(command, check=True)
+    return path
