@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from kvferry.core.ids import BlockId
 from kvferry.decode_worker.batch import DecodeBatch
 from kvferry.engine.ports import Gate, Relief
-from kvferry.engine.sequences import Sequences, WorkerSequence
+from kvferry.engine.sequences import Sequences, State, WorkerSequence
 from kvferry.engine.swaps import Swapper
 
 
@@ -91,21 +91,34 @@ class Admission:
         gate: Gate,
         swapper: Swapper,
         give_back: Callable[[WorkerSequence], None],
+        refuse: Callable[[WorkerSequence, str], None],
     ) -> None:
-        """``give_back`` ends a sequence of the batch and tells its router."""
+        """``give_back`` ends a sequence of the batch and tells its router, ``refuse`` one that
+        waits.
+        """
         self.swapper = swapper
         self.waiting: deque[WorkerSequence] = deque()
         """Reservations in order of arrival."""
+        self.forks: list[WorkerSequence] = []
+        """Sequences that share the blocks of another's prompt, which are not all filled yet."""
         self.preemptions: Counter[Relief] = Counter()
         self._sequences = sequences
         self._ledger = ledger
         self._batch = batch
         self._gate = gate
         self._give_back = give_back
+        self._refuse = refuse
 
     @property
     def num_waiting(self) -> int:
-        return len(self.waiting) + len(self.swapper.swapped)
+        return len(self.waiting) + len(self.forks) + len(self.swapper.swapped)
+
+    def drop(self, seq: WorkerSequence) -> None:
+        """A sequence that waits ends."""
+        if seq.parent is not None:
+            self.forks.remove(seq)
+        else:
+            self.waiting.remove(seq)
 
     def turn(self) -> Iterator[WorkerSequence]:
         """Before each step: blocks for those that run, then for those that wait.
@@ -118,6 +131,7 @@ class Admission:
         self._make_room()
         # What was freed is for those for whom others had to go.
         if self.preemptions.total() == num_preempted and self._resume():
+            yield from self._fork()
             yield from self._admit()
 
     def _ask_gate(self) -> None:
@@ -169,6 +183,28 @@ class Admission:
             self._batch.join(seq)
         return True
 
+    def _fork(self) -> Iterator[WorkerSequence]:
+        """Those whose prompt is here, before any that have yet to bring theirs."""
+        for seq in list(self.forks):
+            parent = seq.parent
+            assert parent is not None, "it forks from nothing"
+            if parent.state in (State.CLOSED, State.SWAPPED):
+                self._refuse(seq, "the sequence that it forks from is not here any more")
+            elif self._sequences.table.computed[parent.row] >= seq.length:
+                shared = parent.blocks[: seq.length // self._ledger.block_size]
+                if not self._has_room(seq, shared, seq.length, self._most(seq)):
+                    return
+                if not self.swapper.fork(seq, parent):
+                    return
+                self.forks.remove(seq)
+                seq.parent = None
+                yield seq
+
+    def _most(self, seq: WorkerSequence) -> int:
+        """Tokens that it may have at its end."""
+        most = seq.spec.prompt_len + seq.spec.sampling.max_tokens
+        return min(most, self._ledger.max_model_len)
+
     def _admit(self) -> Iterator[WorkerSequence]:
         """Reservations in order of arrival, while the ledger has room for the first."""
         sequences = self._sequences
@@ -178,9 +214,7 @@ class Admission:
                 return
             # A local prompt computes its last position here; otherwise all KV may be cached.
             cached = sequences.cached_blocks(seq, seq.length - seq.local)
-            most = seq.spec.prompt_len + seq.spec.sampling.max_tokens
-            most = min(most, sequences.table.max_model_len)
-            if not self._has_room(seq, cached, seq.length, most):
+            if not self._has_room(seq, cached, seq.length, self._most(seq)):
                 return
             if not sequences.hold(seq, cached, reserved=True):
                 return

@@ -88,7 +88,9 @@ class DecodeRole:
         self.endings: Counter[str] = Counter()
         """Leases so far, by how they ended."""
         swapper = Swapper(sequences, num_host_slots)
-        self._admission = Admission(sequences, ledger, batch, gate, swapper, self._give_back)
+        self._admission = Admission(
+            sequences, ledger, batch, gate, swapper, self._give_back, self._refuse
+        )
         self._leases = itertools.count(1)
 
     def receive(self, port: RouterPort, message: pb.RouterMessage) -> None:
@@ -161,7 +163,7 @@ class DecodeRole:
     def end(self, seq: WorkerSequence) -> None:
         match seq.state:
             case State.WAITING:
-                self._admission.waiting.remove(seq)
+                self._admission.drop(seq)
                 self.sequences.close(seq)
             case State.RESERVED if not seq.verified:
                 # A scatter may be writing its blocks: the receiver's last word lifts the fence.
@@ -209,6 +211,8 @@ class DecodeRole:
         reason = self._ledger.never_fits(len(reserve.sequence.token_ids)) or spec_fault(
             reserve.key, reserve.sequence, self.sequences.vocab_size
         )
+        if reason is None and reserve.HasField("fork_of"):
+            return self._reserve_fork(port, key, reserve)
         full = len(self._admission.waiting) >= self._reserve_queue
         if reason is not None or full:
             refused = pb.Refused(
@@ -220,6 +224,23 @@ class DecodeRole:
         seq.local = reserve.local
         self._admission.waiting.append(seq)
         return None
+
+    def _reserve_fork(self, port: RouterPort, key: AttemptKey, reserve: pb.Reserve) -> None:
+        """It waits for its parent's KV, not in the queue for blocks."""
+        of = reserve.fork_of
+        parent = self.sequences.get(AttemptKey(key.router, RequestId(of.request), of.attempt))
+        if parent is None or parent.spec.token_ids != reserve.sequence.token_ids:
+            refused = pb.Refused(key=reserve.key, reason="there is no such prompt to fork from")
+            port.send(pb.WorkerMessage(refused=refused))
+            return
+        seq = self.sequences.open(key, port, reserve.sequence)
+        seq.parent = parent
+        self._admission.forks.append(seq)
+
+    def _refuse(self, seq: WorkerSequence, reason: str) -> None:
+        self.end(seq)
+        refused = pb.Refused(key=key_message(seq.key), reason=reason)
+        seq.port.send(pb.WorkerMessage(refused=refused))
 
     def _give_back(self, seq: WorkerSequence) -> None:
         self._admission.preemptions[Relief.GIVE_BACK] += 1

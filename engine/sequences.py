@@ -88,6 +88,8 @@ class WorkerSequence:
     """Decode: known once the router said Start."""
     verified: bool = False
     """Decode: all its KV is here and verified."""
+    parent: WorkerSequence | None = None
+    """Decode: the sequence of the same prompt whose blocks it is to share."""
     received: pb.Account | None = None
     """Decode: what the receiver counted, if KV came from outside."""
     slots: list[int] = field(default_factory=list)

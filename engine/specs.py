@@ -11,6 +11,7 @@ import math
 
 import numpy as np
 
+from kvferry.core.sampling import MAX_CHOICES
 from kvferry.proto import worker_pb2 as pb
 
 INT32_END = 2**31
@@ -26,6 +27,10 @@ def spec_fault(key: pb.Key, spec: pb.SequenceSpec, vocab_size: int) -> str | Non
         return f"prompt_len: {spec.prompt_len} is not within the {length} tokens"
     if length >= spec.prompt_len + sampling.max_tokens:
         return f"max_tokens: {sampling.max_tokens} leaves nothing to generate"
+    if spec.num_samples > 1 and length != spec.prompt_len:
+        return "num_samples: only a prompt has several first tokens"
+    if spec.num_samples > MAX_CHOICES:
+        return f"num_samples: {spec.num_samples} is more than {MAX_CHOICES}"
     if math.isnan(spec.deadline_s):
         return "deadline_s: is not a number"
     if not math.isfinite(spec.age_s):

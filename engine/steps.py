@@ -32,8 +32,8 @@ class Step:
         return rows
 
     def invalid(self, result: StepResult) -> list[WorkerSequence]:
-        """The sequences whose logits were not finite."""
-        return [self.seqs[self.plan.sampled[i]] for i in result.invalid]
+        """The sequences whose logits were not finite, each once."""
+        return list(dict.fromkeys(self.seqs[self.plan.sampled[i]] for i in result.invalid))
 
 
 _row = attrgetter("row")
@@ -101,5 +101,7 @@ class Stepper:
         for i in (computed // size > context // size).nonzero()[0].tolist():
             sequences.publish(step.seqs[i], int(computed[i]))
         rows = step.sampled_rows
-        table.append(rows, result.token_ids)
+        # Of several samples of a row the first is its own.
+        own = np.diff(step.plan.sampled, prepend=-1) != 0
+        table.append(rows[own], result.token_ids[own])
         return self._rules.finished(rows, result.token_ids, sequences.by_row)

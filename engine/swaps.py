@@ -1,4 +1,5 @@
-"""Sequences that wait without blocks: their KV is in host memory until there is room again. Pure.
+"""Blocks that are moved: of sequences that wait without any, their KV in host memory until there is
+room again, and of sequences that begin with a prompt which is here already. Pure.
 
 A swap is part of a step. Out: the blocks stay pinned until the step that copies them has run, so
 that nothing else is written to them before. In: blocks that are still findable are taken as they
@@ -33,6 +34,7 @@ class Swapper:
         self._free = list(range(num_slots - 1, -1, -1))
         self._out: list[tuple[BlockId, int]] = []
         self._in: list[tuple[int, BlockId]] = []
+        self._copies: list[tuple[BlockId, BlockId]] = []
         self._moved: list[WorkerSequence] = []
         """Those that the next step, or the one under way, moves."""
         self._emptied: list[int] = []
@@ -79,6 +81,25 @@ class Swapper:
         self._moved.append(seq)
         return True
 
+    def fork(self, seq: WorkerSequence, parent: WorkerSequence) -> bool:
+        """Give a new sequence the KV of its prompt, which another holds: full blocks are shared, of
+        the last one it gets a copy to write on. False without room for it.
+        """
+        sequences = self._sequences
+        size = sequences.table.block_size
+        shared = parent.blocks[: seq.length // size]
+        if not sequences.hold(seq, shared, reserved=True):
+            return False
+        seq.cached_tokens = seq.length
+        if seq.length % size:
+            tail = parent.blocks[len(shared)]
+            self._copies.append((tail, seq.blocks[-1]))
+            # Its owner may end before the step that copies it has run.
+            self._pool.acquire([tail])
+            self._pool.release([tail], SWAP_FENCE)
+            self._moved.append(seq)
+        return True
+
     def discard(self, seq: WorkerSequence) -> None:
         """A swapped sequence ends. Its slots may be written again by any later step."""
         self.swapped.remove(seq)
@@ -87,14 +108,16 @@ class Swapper:
 
     @property
     def has_moves(self) -> bool:
-        return bool(self._out or self._in)
+        return bool(self._out or self._in or self._copies)
 
     def add_moves(self, plan: StepPlan) -> None:
-        """Make the swaps since the last step part of this one."""
+        """Make the swaps and copies since the last step part of this one."""
         if self._out:
             plan.swap_out = np.array(self._out, np.int32)
         if self._in:
             plan.swap_in = np.array(self._in, np.int32)
+        if self._copies:
+            plan.copies = np.array(self._copies, np.int32)
 
     def settle(self) -> None:
         """The step has run."""
@@ -102,7 +125,7 @@ class Swapper:
             return
         self._pool.lift(SWAP_FENCE)
         self._free += self._emptied
-        for moves in (self._out, self._in, self._moved, self._emptied):
+        for moves in (self._out, self._in, self._copies, self._moved, self._emptied):
             moves.clear()
 
     def failed(self) -> list[WorkerSequence]:

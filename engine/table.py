@@ -54,6 +54,8 @@ class SequenceTable:
         self.min_p = np.zeros(max_rows, np.float32)
         self.seed = np.zeros(max_rows, np.uint64)
         self.sample_index: Int32 = np.zeros(max_rows, np.int32)
+        self.num_samples: Int32 = np.ones(max_rows, np.int32)
+        """Tokens to sample next, of as many sample indexes: several for a first token alone."""
         self.router = np.zeros(max_rows, np.uint64)
         self.request = np.zeros(max_rows, np.uint64)
         self.attempt: Int32 = np.zeros(max_rows, np.int32)
@@ -89,6 +91,7 @@ class SequenceTable:
         self.min_p[row] = sampling.min_p
         self.seed[row] = sampling.seed
         self.sample_index[row] = sampling.sample_index
+        self.num_samples[row] = max(1, spec.num_samples)
         return row
 
     def give_back(self, row: int) -> None:
@@ -110,12 +113,14 @@ class SequenceTable:
         self.tokens[rows, length] = token_ids
         self.computed[rows] = length
         self.length[rows] = length + 1
+        self.num_samples[rows] = 1
 
     def append_one(self, row: int, token_id: int) -> None:
         """One new token whose predecessors all have KV."""
         length = int(self.length[row])
         self.tokens[row, length] = token_id
         self.length[row] = length + 1
+        self.num_samples[row] = 1
 
     def lacking_block(self, rows: Rows) -> Rows:
         """Those of ``rows`` whose next token has no block to be written to."""
@@ -126,18 +131,17 @@ class SequenceTable:
 def build_plan(table: SequenceTable, step: int, rows: Rows, query_lens: Int32) -> StepPlan:
     """The ragged batch in which ``rows[i]`` computes its next ``query_lens[i]`` tokens.
 
-    A row is sampled when its last known token is among them. Logit edits and log-probabilities
-    are the caller's to add.
+    A row is sampled when its last known token is among them, once for each of its samples. Logit
+    edits and log-probabilities are the caller's to add.
     """
     context = table.computed[rows]
     if query_lens.size and int(query_lens.max()) == 1:
         token_ids = table.tokens[rows, context].astype(np.int64)
     else:
-        starts = np.cumsum(query_lens) - query_lens
-        within = np.arange(int(query_lens.sum())) - np.repeat(starts, query_lens)
-        positions = np.repeat(context, query_lens) + within
+        positions = np.repeat(context, query_lens) + within_groups(query_lens)
         token_ids = table.tokens[np.repeat(rows, query_lens), positions].astype(np.int64)
     sampled = np.flatnonzero(context + query_lens == table.length[rows])
+    counts = table.num_samples[rows[sampled]]
     max_blocks = int(table.num_blocks[rows].max()) if rows.size else 0
     return StepPlan(
         step=step,
@@ -145,19 +149,27 @@ def build_plan(table: SequenceTable, step: int, rows: Rows, query_lens: Int32) -
         query_lens=query_lens,
         context_lens=context.astype(np.int32),
         block_tables=table.blocks[rows, :max_blocks],
-        sampled=sampled.astype(np.int32),
-        sampling=_sampling_rows(table, rows[sampled]),
+        sampled=np.repeat(sampled, counts).astype(np.int32),
+        sampling=_sampling_rows(table, rows[sampled], counts),
     )
 
 
-def _sampling_rows(table: SequenceTable, rows: Rows) -> SamplingRows:
+def within_groups(counts: Int32) -> Int32:
+    """0, 1, ... counts[i] - 1 of each group after the other."""
+    starts = np.cumsum(counts) - counts
+    return np.arange(int(counts.sum()), dtype=np.int32) - np.repeat(starts, counts).astype(np.int32)
+
+
+def _sampling_rows(table: SequenceTable, rows: Rows, counts: Int32) -> SamplingRows:
+    """One per sample of each row: they differ in the sample index alone."""
+    rows = np.repeat(rows, counts)
     return SamplingRows(
         temperature=table.temperature[rows],
         top_k=table.top_k[rows],
         top_p=table.top_p[rows],
         min_p=table.min_p[rows],
         seed=table.seed[rows],
-        sample_index=table.sample_index[rows],
+        sample_index=table.sample_index[rows] + within_groups(counts),
         position=table.length[rows],
     )
 

@@ -441,6 +441,7 @@ class SequenceSpec(_message.Message):
     DEADLINE_S_FIELD_NUMBER: _builtins.int
     AGE_S_FIELD_NUMBER: _builtins.int
     GIVEN_BACK_FIELD_NUMBER: _builtins.int
+    NUM_SAMPLES_FIELD_NUMBER: _builtins.int
     prompt_len: _builtins.int
     deadline_s: _builtins.float
     """Seconds left until the request's deadline."""
@@ -448,6 +449,8 @@ class SequenceSpec(_message.Message):
     """Seconds since its router took the request in. Of those that want blocks the newest has to wait."""
     given_back: _builtins.int
     """Times that a worker gave it back for lack of blocks. It is not given back again."""
+    num_samples: _builtins.int
+    """First tokens to sample from the prompt: one for each of so many sample indexes, from its own on; 0 means 1."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -461,10 +464,11 @@ class SequenceSpec(_message.Message):
         deadline_s: _builtins.float = ...,
         age_s: _builtins.float = ...,
         given_back: _builtins.int = ...,
+        num_samples: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "deadline_s", b"deadline_s", "given_back", b"given_back", "prompt_len", b"prompt_len", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "deadline_s", b"deadline_s", "given_back", b"given_back", "num_samples", b"num_samples", "prompt_len", b"prompt_len", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -477,22 +481,28 @@ class Reserve(_message.Message):
     KEY_FIELD_NUMBER: _builtins.int
     SEQUENCE_FIELD_NUMBER: _builtins.int
     LOCAL_FIELD_NUMBER: _builtins.int
+    FORK_OF_FIELD_NUMBER: _builtins.int
     local: _builtins.bool
     """The same worker will prefill it: no KV will arrive from outside."""
     @_builtins.property
     def key(self) -> Global___Key: ...
     @_builtins.property
     def sequence(self) -> Global___SequenceSpec: ...
+    @_builtins.property
+    def fork_of(self) -> Global___Key:
+        """A sequence of the same prompt here, whose blocks it shares from the prompt on; its first token is known."""
+
     def __init__(
         self,
         *,
         key: Global___Key | None = ...,
         sequence: Global___SequenceSpec | None = ...,
         local: _builtins.bool = ...,
+        fork_of: Global___Key | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "sequence", b"sequence"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fork_of", b"fork_of", "key", b"key", "sequence", b"sequence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "local", b"local", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fork_of", b"fork_of", "key", b"key", "local", b"local", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -703,6 +713,7 @@ class PrefillDone(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     WAIT_S_FIELD_NUMBER: _builtins.int
     COMPUTE_S_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
     finish_reason: _builtins.str
     """"stop" or "length" when the first token ends the sequence, else empty."""
@@ -713,6 +724,10 @@ class PrefillDone(_message.Message):
     def key(self) -> Global___Key: ...
     @_builtins.property
     def logprob(self) -> Global___Logprob: ...
+    @_builtins.property
+    def more(self) -> _containers.RepeatedCompositeFieldContainer[Global___FirstToken]:
+        """Of the sample indexes that follow, in order."""
+
     def __init__(
         self,
         *,
@@ -723,14 +738,41 @@ class PrefillDone(_message.Message):
         cached_tokens: _builtins.int = ...,
         wait_s: _builtins.float = ...,
         compute_s: _builtins.float = ...,
+        more: _abc.Iterable[Global___FirstToken] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "logprob", b"logprob"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "compute_s", b"compute_s", "finish_reason", b"finish_reason", "key", b"key", "logprob", b"logprob", "token_id", b"token_id", "wait_s", b"wait_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "compute_s", b"compute_s", "finish_reason", b"finish_reason", "key", b"key", "logprob", b"logprob", "more", b"more", "token_id", b"token_id", "wait_s", b"wait_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PrefillDone: _TypeAlias = PrefillDone  # noqa: Y015
+
+@_typing.final
+class FirstToken(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_ID_FIELD_NUMBER: _builtins.int
+    LOGPROB_FIELD_NUMBER: _builtins.int
+    FINISH_REASON_FIELD_NUMBER: _builtins.int
+    token_id: _builtins.int
+    finish_reason: _builtins.str
+    @_builtins.property
+    def logprob(self) -> Global___Logprob: ...
+    def __init__(
+        self,
+        *,
+        token_id: _builtins.int = ...,
+        logprob: Global___Logprob | None = ...,
+        finish_reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprob", b"logprob", "token_id", b"token_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FirstToken: _TypeAlias = FirstToken  # noqa: Y015
 
 @_typing.final
 class Start(_message.Message):

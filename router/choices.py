@@ -13,12 +13,14 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from typing import NamedTuple
 
 from kvferry.core.errors import DeadlineExceeded, ProtocolError
 from kvferry.core.request import TextDelta, Timeline, Usage
 from kvferry.router.choice_text import ChoiceText
 from kvferry.router.engine import TokenEngine
 from kvferry.router.intake import PreparedPrompt, TextCodec
+from kvferry.router.siblings import Siblings
 
 
 class _Mailbox:
@@ -65,7 +67,7 @@ async def generate_text(
     The last delta of each choice has its finish reason and timeline. Raises KvferryError, after the
     text that preceded it; DeadlineExceeded when a request's deadline passes first.
     """
-    numbered = [(prompt, i) for prompt in prompts for i in range(prompt.num_choices)]
+    numbered = [choice for prompt in prompts for choice in _choices(prompt)]
     mailbox = _Mailbox(len(numbered))
     # Entered and left by hand: a TaskGroup's own exit would wrap this generator's GeneratorExit in
     # a group.
@@ -73,9 +75,9 @@ async def generate_text(
     await group.__aenter__()
     tasks = []
     try:
-        for index, (prompt, sample_index) in enumerate(numbered):
-            text = ChoiceText(codec, prompt, index)
-            tasks.append(group.create_task(_deliver(engine, prompt, sample_index, text, mailbox)))
+        for index, choice in enumerate(numbered):
+            text = ChoiceText(codec, choice.prompt, index)
+            tasks.append(group.create_task(_deliver(engine, choice, text, mailbox)))
         while deltas := await mailbox.take():
             for delta in deltas:
                 yield delta
@@ -107,21 +109,28 @@ class UsageMeter:
         usage.completion_tokens += now - before
 
 
+class _Choice(NamedTuple):
+    prompt: PreparedPrompt
+    sample_index: int
+    siblings: Siblings | None
+
+
+def _choices(prompt: PreparedPrompt) -> list[_Choice]:
+    count = prompt.num_choices
+    siblings = Siblings(count) if count > 1 else None
+    return [_Choice(prompt, index, siblings) for index in range(count)]
+
+
 async def _deliver(
-    engine: TokenEngine,
-    prompt: PreparedPrompt,
-    sample_index: int,
-    text: ChoiceText,
-    mailbox: _Mailbox,
+    engine: TokenEngine, choice: _Choice, text: ChoiceText, mailbox: _Mailbox
 ) -> None:
     """Run one choice to its end; leave its deltas, or the error that ended it, in the mailbox."""
+    limit_s = choice.prompt.request.deadline_s
     try:
-        async with asyncio.timeout(prompt.request.deadline_s):
-            await _run_choice(engine, prompt, sample_index, text, mailbox)
+        async with asyncio.timeout(limit_s):
+            await _run_choice(engine, choice, text, mailbox)
     except TimeoutError:
-        mailbox.fail(
-            DeadlineExceeded(f"the deadline of {prompt.request.deadline_s:.3g} s has passed")
-        )
+        mailbox.fail(DeadlineExceeded(f"the deadline of {limit_s:.3g} s has passed"))
     except Exception as error:
         # Nothing is hidden: whoever reads the stream gets it. Raised here, the group would cancel
         # that reader wherever it is, and gRPC cannot end a call in the middle of a write.
@@ -129,17 +138,15 @@ async def _deliver(
 
 
 async def _run_choice(
-    engine: TokenEngine,
-    prompt: PreparedPrompt,
-    sample_index: int,
-    text: ChoiceText,
-    mailbox: _Mailbox,
+    engine: TokenEngine, choice: _Choice, text: ChoiceText, mailbox: _Mailbox
 ) -> None:
-    timeline = Timeline(prompt_tokens=len(prompt.request.prompt_token_ids))
+    request = choice.prompt.request
+    timeline = Timeline(prompt_tokens=len(request.prompt_token_ids))
     last: TextDelta | None = None
     # Leaving the block before the engine's last step, as a stop string does, stops the choice on
     # the workers.
-    async with aclosing(engine.generate(prompt.request, sample_index, timeline)) as steps:
+    tokens = engine.generate(request, choice.sample_index, timeline, choice.siblings)
+    async with aclosing(tokens) as steps:
         async for step in steps:
             delta = text.feed(step)
             if delta.finish_reason is not None:

@@ -130,7 +130,7 @@ class Dispatcher:
         if prefill and progress.last_token_next:
             first = self._candidates(progress, prefill, by_tokens=True)
             number, _ = self._policy.choose(len(progress.tokens), first, first)
-            return PrefillOnly(progress, timeline, self._session(number))
+            return PrefillOnly(progress, timeline, self._session(number), self.another_prefill)
         decode = [s for s in decode if s.view.takes_reservations]
         both = [s for s in decode if s.view.role is Role.BOTH and s in able]
         prefill = prefill or both

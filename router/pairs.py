@@ -3,8 +3,9 @@
     RemotePair   Reserve on D ─▶ Prefill on P ══KV══▶ D, Start on D ─▶ tokens from D
     LocalPair    Reserve on D ─▶ Prefill on D ─▶ tokens from D
     PrefillOnly  Prefill on P, whose first token is the last
+    ForkedPair   first token and prompt of another choice, Reserve and Start on its D ─▶ tokens
 
-Three small classes rather than one with flags; the spine cannot tell them apart.
+Four small classes rather than one with flags; the spine cannot tell them apart.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from kvferry.proto import worker_pb2 as pb
 from kvferry.router.mailbox import Mailbox
 from kvferry.router.progress import Progress
 from kvferry.router.session import WorkerSession, token_logprob
+from kvferry.router.siblings import Fork
 from kvferry.router.side import Side
 
 AnotherPrefill = Callable[[Progress, set[WorkerSession]], Awaitable[WorkerSession]]
@@ -84,10 +86,18 @@ class _Attempt:
         timeline.prefill_s += done.compute_s
         timeline.cached_tokens_prefill = done.cached_tokens
         timeline.prefill_worker = side.view.worker_id
-        reason = FinishReason(done.finish_reason) if done.finish_reason else None
-        self.finished = reason is not None
-        logprobs = (token_logprob(done.logprob),) if done.HasField("logprob") else ()
-        return TokenStep((done.token_id,), logprobs, reason)
+        step = _first_step(done)
+        self.finished = step.finish_reason is not None
+        return step
+
+    def share(self, done: pb.PrefillDone, prefill: Side, decode: Side | None) -> None:
+        """Leave the first tokens of the other choices, and where their prompt is, to them."""
+        siblings = self.progress.siblings
+        if siblings is None or self.progress.sample_index:
+            return
+        holder = decode.session if decode is not None else None
+        worker, key = prefill.view.worker_id, self.progress.key()
+        siblings.share([Fork(_first_step(first), key, worker, holder) for first in done.more])
 
     async def next_tokens(self, side: Side) -> TokenStep | None:
         while not self.finished:
@@ -117,6 +127,36 @@ class _Attempt:
             timeline.transfer_resends += account.resends
 
 
+class _Prefill:
+    """The prefill worker of an attempt; where one has no room, another takes its place."""
+
+    def __init__(self, attempt: _Attempt, session: WorkerSession, another: AnotherPrefill) -> None:
+        self.side = Side(session, attempt.progress, attempt.mailbox)
+        self._attempt = attempt
+        self._another = another
+        self._busy: set[WorkerSession] = set()
+
+    def claim(self) -> None:
+        self.side.claim_prompt(len(self._attempt.spec.token_ids))
+
+    async def run(self, target: pb.Target | None) -> pb.PrefillDone:
+        self.side.prefill(self._attempt.spec, target)
+        while (done := await self._attempt.prefill_done()) is None:
+            await self._move()
+            self.side.prefill(self._attempt.spec, target)
+        return done
+
+    async def _move(self) -> None:
+        """It had no room: go to another, or to this one once it has. What D holds stays held."""
+        self.side.over = True
+        self.side.release()
+        self._busy.add(self.side.session)
+        attempt = self._attempt
+        session = await self._another(attempt.progress, self._busy)
+        self.side = Side(session, attempt.progress, attempt.mailbox)
+        self.claim()
+
+
 class RemotePair:
     """Prefill and decode on different workers, KV shipped between them."""
 
@@ -129,15 +169,13 @@ class RemotePair:
         another_prefill: AnotherPrefill,
     ) -> None:
         self._attempt = _Attempt(progress, timeline)
-        self._prefill = Side(prefill, progress, self._attempt.mailbox)
+        self._prefill = _Prefill(self._attempt, prefill, another_prefill)
         self._decode = Side(decode, progress, self._attempt.mailbox)
-        self._another_prefill = another_prefill
-        self._busy: set[WorkerSession] = set()
         self._target = pb.Target()
 
     async def __aenter__(self) -> Self:
-        self._prefill.claim_prompt(len(self._attempt.spec.token_ids))
-        self._decode.reserve(self._attempt.spec, local=False)
+        self._prefill.claim()
+        self._decode.reserve(self._attempt.spec)
         try:
             granted = await self._attempt.granted(self._decode)
         except BaseException:
@@ -156,37 +194,25 @@ class RemotePair:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._prefill.release()
+        self._prefill.side.release()
         self._decode.release()
 
     async def prefill(self) -> TokenStep:
         attempt = self._attempt
-        self._prefill.prefill(attempt.spec, self._target)
-        while (done := await attempt.prefill_done()) is None:
-            await self._move()
-        step = attempt.first_token(self._prefill, done)
-        self._prefill.over = attempt.finished
+        done = await self._prefill.run(self._target)
+        step = attempt.first_token(self._prefill.side, done)
+        self._prefill.side.over = attempt.finished
         if not attempt.finished:
             # Before the client hears of the token: decode must never wait for a client.
             self._decode.start(done.token_id)
+        attempt.share(done, self._prefill.side, self._decode)
         return step
 
     async def decode(self) -> TokenStep | None:
         step = await self._attempt.next_tokens(self._decode)
         # Tokens come after all KV was verified, and P's part ended with that.
-        self._prefill.over = True
+        self._prefill.side.over = True
         return step
-
-    async def _move(self) -> None:
-        """P had no room: keep D's lease and go to another P, or to this one once it has."""
-        attempt = self._attempt
-        self._prefill.over = True
-        self._prefill.release()
-        self._busy.add(self._prefill.session)
-        session = await self._another_prefill(attempt.progress, self._busy)
-        self._prefill = Side(session, attempt.progress, attempt.mailbox)
-        self._prefill.claim_prompt(len(attempt.spec.token_ids))
-        self._prefill.prefill(attempt.spec, self._target)
 
 
 class LocalPair:
@@ -217,6 +243,7 @@ class LocalPair:
             raise WorkerBusy(f"worker {self._side.view.worker_id} has no room")
         step = self._attempt.first_token(self._side, done)
         self._side.over = self._attempt.finished
+        self._attempt.share(done, self._side, self._side)
         return step
 
     async def decode(self) -> TokenStep | None:
@@ -226,28 +253,77 @@ class LocalPair:
 class PrefillOnly:
     """Nothing follows the first token, so that no decode worker is asked."""
 
-    def __init__(self, progress: Progress, timeline: Timeline, worker: WorkerSession) -> None:
+    def __init__(
+        self,
+        progress: Progress,
+        timeline: Timeline,
+        prefill: WorkerSession,
+        another_prefill: AnotherPrefill,
+    ) -> None:
         self._attempt = _Attempt(progress, timeline)
-        self._side = Side(worker, progress, self._attempt.mailbox)
+        self._prefill = _Prefill(self._attempt, prefill, another_prefill)
 
     async def __aenter__(self) -> Self:
-        self._side.claim_prompt(len(self._attempt.spec.token_ids))
+        self._prefill.claim()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._side.release()
+        self._prefill.side.release()
 
     async def prefill(self) -> TokenStep:
-        self._side.prefill(self._attempt.spec, None)
-        done = await self._attempt.prefill_done()
-        if done is None:
-            self._side.over = True
-            raise WorkerBusy(f"worker {self._side.view.worker_id} has no room")
-        step = self._attempt.first_token(self._side, done)
-        self._side.over = True
+        done = await self._prefill.run(target=None)
+        side = self._prefill.side
+        step = self._attempt.first_token(side, done)
+        side.over = True
+        self._attempt.share(done, side, None)
         return step
 
     async def decode(self) -> TokenStep | None:
         if not self._attempt.finished:
             raise ProtocolError("the last token came without a finish reason")
         return None
+
+
+class ForkedPair:
+    """A choice whose first token was sampled with another's: what of it is computed is there."""
+
+    def __init__(self, progress: Progress, timeline: Timeline, fork: Fork) -> None:
+        self._attempt = _Attempt(progress, timeline)
+        self._fork = fork
+        self._side: Side | None = None
+        self._is_started = False
+        if fork.decode is not None:
+            self._side = Side(fork.decode, progress, self._attempt.mailbox)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._side is not None:
+            self._side.release()
+
+    async def prefill(self) -> TokenStep:
+        attempt, step = self._attempt, self._fork.first
+        attempt.timeline.prefill_worker = self._fork.prefill_worker
+        attempt.finished = step.finish_reason is not None
+        if self._side is not None and not attempt.finished:
+            self._side.reserve(attempt.spec, fork_of=self._fork.parent)
+        return step
+
+    async def decode(self) -> TokenStep | None:
+        side = self._side
+        if side is None:
+            if not self._attempt.finished:
+                raise ProtocolError("the last token came without a finish reason")
+            return None
+        if not (self._is_started or self._attempt.finished):
+            await self._attempt.granted(side)
+            side.start(self._fork.first.token_ids[0])
+            self._is_started = True
+        return await self._attempt.next_tokens(side)
+
+
+def _first_step(first: pb.PrefillDone | pb.FirstToken) -> TokenStep:
+    reason = FinishReason(first.finish_reason) if first.finish_reason else None
+    logprobs = (token_logprob(first.logprob),) if first.HasField("logprob") else ()
+    return TokenStep((first.token_id,), logprobs, reason)

@@ -12,13 +12,23 @@ from kvferry.cache.hashing import chain_hashes
 from kvferry.core.ids import BlockHash, RequestId
 from kvferry.core.request import GenerateRequest, TokenStep
 from kvferry.proto import worker_pb2 as pb
+from kvferry.router.siblings import Siblings
 
 
 class Progress:
     """One choice of one request."""
 
-    def __init__(self, request: GenerateRequest, sample_index: int, number: RequestId) -> None:
+    def __init__(
+        self,
+        request: GenerateRequest,
+        sample_index: int,
+        number: RequestId,
+        siblings: Siblings | None = None,
+    ) -> None:
+        """``siblings``: of a prompt with several choices."""
         self.number = number
+        self.sample_index = sample_index
+        self.siblings = siblings
         self.attempt = 0
         self.given_back = 0
         """Attempts that ended because a worker ran out of blocks."""
@@ -26,7 +36,6 @@ class Progress:
         self._request = request
         assert request.sampling.max_tokens is not None, "intake fills in max_tokens"
         self._max_tokens = request.sampling.max_tokens
-        self._sample_index = sample_index
         self._prompt_len = len(self.tokens)
         self._taken_in = time.monotonic()
         self._deadline = self._taken_in + (request.deadline_s or float("inf"))
@@ -36,6 +45,14 @@ class Progress:
     def last_token_next(self) -> bool:
         """Whether the next token is the last one that may follow."""
         return self._prompt_len + self._max_tokens - len(self.tokens) <= 1
+
+    @property
+    def num_samples(self) -> int:
+        """First tokens to ask for with the prompt, of as many sample indexes."""
+        siblings = self.siblings
+        if siblings is None or self.sample_index or siblings.is_settled:
+            return 1
+        return siblings.num_choices if len(self.tokens) == self._prompt_len else 1
 
     def add(self, step: TokenStep) -> None:
         self.tokens.extend(step.token_ids)
@@ -62,6 +79,7 @@ class Progress:
             deadline_s=self._deadline - now,
             age_s=now - self._taken_in,
             given_back=self.given_back,
+            num_samples=self.num_samples,
             sampling=pb.Sampling(
                 max_tokens=self._max_tokens,
                 min_tokens=sampling.min_tokens,
@@ -77,6 +95,6 @@ class Progress:
                 ignore_eos=sampling.ignore_eos,
                 logit_bias=sampling.logit_bias,
                 logprobs=sampling.logprobs,
-                sample_index=self._sample_index,
+                sample_index=self.sample_index,
             ),
         )

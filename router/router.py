@@ -19,6 +19,7 @@ from kvferry.router.index import PrefixIndex
 from kvferry.router.peering import Peering
 from kvferry.router.policy import LongestPrefixThenLeastLoaded
 from kvferry.router.session import Dial, SessionContext, WorkerSession
+from kvferry.router.siblings import Siblings
 from kvferry.router.spine import Spine
 from kvferry.router.transfers import TransferTotals
 from kvferry.router.workers import Role, WorkerView
@@ -108,9 +109,13 @@ class Router:
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     def generate(
-        self, request: GenerateRequest, sample_index: int, timeline: Timeline
+        self,
+        request: GenerateRequest,
+        sample_index: int,
+        timeline: Timeline,
+        siblings: Siblings | None = None,
     ) -> AsyncGenerator[TokenStep, None]:
-        return self._spine.generate(request, sample_index, timeline)
+        return self._spine.generate(request, sample_index, timeline, siblings)
 
     def ready(self) -> tuple[bool, str]:
         reason = self._dispatcher.unavailable() or self._stalled()

@@ -23,9 +23,11 @@ class Side:
         self._reserving = 0
         self._active = 0
 
-    def reserve(self, spec: pb.SequenceSpec, *, local: bool) -> None:
+    def reserve(
+        self, spec: pb.SequenceSpec, *, local: bool = False, fork_of: pb.Key | None = None
+    ) -> None:
         self._count(reserving=1, active=1)
-        reserve = pb.Reserve(key=self._key, sequence=spec, local=local)
+        reserve = pb.Reserve(key=self._key, sequence=spec, local=local, fork_of=fork_of)
         self._send(pb.RouterMessage(reserve=reserve))
 
     def granted(self) -> None:

@@ -25,7 +25,9 @@ from kvferry.core.errors import AttemptFailed, Overloaded, Preempted, Unavailabl
 from kvferry.core.ids import RequestId
 from kvferry.core.request import GenerateRequest, Timeline, TokenStep
 from kvferry.router.dispatcher import Dispatcher
+from kvferry.router.pairs import ForkedPair, Pair
 from kvferry.router.progress import Progress
+from kvferry.router.siblings import Siblings
 
 log = logging.getLogger(__name__)
 
@@ -45,10 +47,14 @@ class Spine:
         self._numbers = itertools.count(1)
 
     async def generate(
-        self, request: GenerateRequest, sample_index: int, timeline: Timeline
+        self,
+        request: GenerateRequest,
+        sample_index: int,
+        timeline: Timeline,
+        siblings: Siblings | None = None,
     ) -> AsyncGenerator[TokenStep, None]:
         """One choice, through as many attempts as it takes. See ``router.engine.TokenEngine``."""
-        progress = Progress(request, sample_index, RequestId(next(self._numbers)))
+        progress = Progress(request, sample_index, RequestId(next(self._numbers)), siblings)
         watch = _Stopwatch(timeline)
         patience = _Patience(self._max_attempts)
         self.running += 1
@@ -75,17 +81,29 @@ class Spine:
                     await asyncio.sleep(delay_s)
         finally:
             self.running -= 1
+            if siblings is not None and sample_index == 0:
+                siblings.share(())
 
     async def _attempt(
         self, progress: Progress, timeline: Timeline
     ) -> AsyncGenerator[TokenStep, None]:
         progress.attempt += 1
         timeline.attempts = progress.attempt
-        pair = await self._dispatcher.choose(progress, timeline)
+        pair = await self._forked(progress, timeline)
+        if pair is None:
+            pair = await self._dispatcher.choose(progress, timeline)
         async with pair:
             yield await pair.prefill()
             while (step := await pair.decode()) is not None:
                 yield step
+
+    async def _forked(self, progress: Progress, timeline: Timeline) -> Pair | None:
+        """For the first attempt of a choice whose prompt another one brings."""
+        siblings = progress.siblings
+        if siblings is None or progress.sample_index == 0 or progress.attempt > 1:
+            return None
+        fork = await siblings.fork(progress.sample_index)
+        return None if fork is None else ForkedPair(progress, timeline, fork)
 
 
 class _Patience:

@@ -11,6 +11,7 @@ from typing import Any
 from kvferry.core.errors import InvalidRequest, KvferryError
 from kvferry.core.request import FinishReason, GenerateRequest, Timeline, TokenLogprob, TokenStep
 from kvferry.proto import kvferry_pb2
+from kvferry.router.siblings import Siblings
 
 BOS, EOS, TURN = 256, 257, 258
 VOCAB_SIZE = 260
@@ -105,7 +106,11 @@ class FakeEngine:
         self.closed_early = 0
 
     async def generate(
-        self, request: GenerateRequest, sample_index: int, timeline: Timeline
+        self,
+        request: GenerateRequest,
+        sample_index: int,
+        timeline: Timeline,
+        siblings: Siblings | None = None,
     ) -> AsyncGenerator[TokenStep, None]:
         self.requests.append(request)
         self.running += 1

@@ -35,6 +35,7 @@ from kvferry.router.channel import GrpcDial
 from kvferry.router.intake import TextCodec
 from kvferry.router.router import Router, WorkerAddress
 from kvferry.router.server import ApiServer
+from kvferry.router.siblings import Siblings
 from kvferry.router.workers import Role
 
 SECRET = "test-secret"
@@ -190,7 +191,25 @@ class LocalSystem:
         finally:
             await server.stop()
 
-    def stream(self, prompt: list[int], sample_index: int = 0, **sampling: Any) -> Any:
+    async def choices(self, prompt: list[int], count: int, **sampling: Any) -> list[list[int]]:
+        """All output tokens of ``count`` choices of one prompt."""
+        siblings = Siblings(count)
+
+        async def one(index: int) -> list[int]:
+            steps = self.stream(prompt, index, siblings=siblings, **sampling)
+            async with aclosing(steps):
+                return [token async for step in steps for token in step.token_ids]
+
+        return await asyncio.gather(*map(one, range(count)))
+
+    def stream(
+        self,
+        prompt: list[int],
+        sample_index: int = 0,
+        *,
+        siblings: Siblings | None = None,
+        **sampling: Any,
+    ) -> Any:
         """The engine's own iterator; leave it early to cancel."""
         values = {"temperature": 0.0, "seed": 0, "max_tokens": 8} | sampling
         deadline_s = values.pop("deadline_s", None)
@@ -200,7 +219,7 @@ class LocalSystem:
             deadline_s=deadline_s,
         )
         self.timelines.append(Timeline(prompt_tokens=len(prompt)))
-        return self.router.generate(request, sample_index, self.timelines[-1])
+        return self.router.generate(request, sample_index, self.timelines[-1], siblings)
 
     def counts(self) -> dict[str, BlockCounts]:
         return {name: w.role.sequences.pool.counts() for name, w in self.workers.items()}
