@@ -1,5 +1,5 @@
 """B007: sequences that each hold part of what the other needs do not wait for each other: one is
-given back or never let in, and all of them end.
+swapped, given back or never let in, and all of them end.
 """
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ import pytest
 import torch
 from kv_sim.scripted import Script
 from kv_sim.workers import Shape
+from pressure_rig import PressureRig
+
+from kvferry.engine.sequences import State
 
 pytestmark = pytest.mark.slow
 
@@ -42,3 +45,25 @@ def test_whatever_arrives_together() -> None:
         ]
         script.done(*requests, within_s=30.0)
         script.finish()
+
+
+@pytest.mark.parametrize("slots", [0, 2, 40])
+def test_the_oldest_goes_on_whatever_meets_at_the_last_block(slots: int) -> None:
+    """Two or three that fill the pool at the same step, in host memory or given back."""
+    for lengths in itertools.product((4, 15, 16, 17), repeat=2):
+        for extra in ((), (12,)):
+            rig = PressureRig(16, slots, growth_tokens=1)
+            requests = [
+                rig.submit([i, *range(30, 29 + length)], 60 - length)
+                for i, length in enumerate((*lengths, *extra))
+            ]
+            while any(not request.outcome for request in requests):
+                oldest = next(request for request in requests if not request.outcome)
+                before = sum(oldest.computed.values())
+                waits = rig.state(oldest) in (None, State.WAITING, State.RESERVED)
+                # Others' blocks are free for it after the step that moves them.
+                stepped = [rig.turn() for _ in range(2)]
+                assert waits or (any(stepped) and sum(oldest.computed.values()) > before)
+                rig.check()
+            rig.check_end()
+            assert requests[0].given_back == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import sys
 
 import pytest
 from hypothesis import settings
@@ -12,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from pressure_rig import MAX_MODEL_LEN, PressureRig, Request
 
 from kvferry.engine.ports import Relief
+from kvferry.engine.sequences import State
 
 
 def finish(rig: PressureRig, within: int = 4000) -> int:
@@ -47,6 +49,61 @@ def test_sequences_that_outgrow_the_pool_all_finish(
         assert max(request.computed.values()) <= 1 + request.given_back <= 2
     if slots == 100:
         assert {max(request.computed.values()) for request in rig.requests} == {1}
+
+
+def test_nobody_starves_however_long_others_keep_coming() -> None:
+    """Eight requests at any time, on blocks for two of them: each ends within a bounded number of
+    steps, the oldest first or nearly so.
+    """
+    rng = random.Random(4)
+    for slots in (0, 10, 200):
+        rig = PressureRig(16, slots)
+        since: dict[Request, int] = {}
+        for turn in range(1500):
+            while sum(not request.outcome for request in rig.requests) < 8:
+                length = rng.randint(1, 40)
+                since[rig.submit(prompt(rng.randrange(90), length), rng.randint(1, 24))] = turn
+            rig.turn()
+            rig.check()
+            for request in [request for request in since if request.outcome]:
+                del since[request]
+            # Seven others of up to 24 tokens and 3 chunks, computed twice at most.
+            assert max((turn - start for start in since.values()), default=0) <= 8 * 2 * 27
+        assert len(rig.requests) > 100
+
+
+def calls_in_a_turn(rig: PressureRig) -> int:
+    """Python and C functions that the next turn calls."""
+    count = 0
+
+    def note(frame: object, event: str, arg: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    try:
+        rig.turn()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_a_step_costs_by_what_runs_and_not_by_what_waits() -> None:
+    """Four run on all the blocks there are; one, or sixty of the same kind, wait behind them."""
+    costs = []
+    for num_waiting in (1, 60):
+        rig = PressureRig(20, growth_tokens=1, max_batch_tokens=64, prefix_cache=False)
+        for i in range(4):
+            rig.submit(prompt(i, 16), 5)
+        for i in range(num_waiting):
+            rig.submit(prompt(10 + i, 20), 3)
+        for _ in range(4):
+            rig.turn()
+        running = [request for request in rig.requests if rig.state(request) is State.DECODING]
+        assert len(running) == 4
+        costs.append(calls_in_a_turn(rig))
+        finish(rig)
+    assert costs[0] == costs[1]
 
 
 class PressureMachine(RuleBasedStateMachine):
