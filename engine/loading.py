@@ -17,6 +17,7 @@ from kvferry.core.errors import ConfigError, RankLost, StartupError
 from kvferry.engine.backend import Backend, ModelIdentity
 from kvferry.engine.collectives import collectives
 from kvferry.engine.cuda_capture import CudaCapture
+from kvferry.engine.determinism import check_deterministic
 from kvferry.engine.graphs import log_progress
 from kvferry.engine.memory import KvBudget, measured_budget, no_step_fits, stated_budget
 from kvferry.engine.parallel_runner import ParallelRunner
@@ -114,6 +115,8 @@ def load_part(
             raise no_step_fits(pool_name, error) from error
         budget = measured_budget(least_over(ranks, profile, device), pool.gpu_memory, pool_name)
     kv = allocate_kv(spec, kv_dtype, pool, budget, shards, rank, device)
+    if model.deterministic:
+        check_deterministic(decoder, kv)
     digests = weights_digest(folder), tokenizer_digest(folder)
     runner = ModelRunner(decoder, kv, vocab_size, samples=rank == 0)
     return Backend(
