@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 from followed import LARGE, assert_followed
-from lease_table import ONE, Leases
+from lease_table import MOVES, ONE, Leases, header
 from receiver_bench import SLAB_BYTES, Bench
 
 from kvferry.core.errors import ProtocolError
 from kvferry.kernels.kv_pack.host_compiled import compiled_pack
 from kvferry.kv_transfer.counters import Tally
+from kvferry.kv_transfer.frames import encode_all
 from kvferry.kv_transfer.jobs import Reason
-from kvferry.kv_transfer.messages import Abort, Ack, Credit, Return
+from kvferry.kv_transfer.messages import Abort, Ack, Credit, Filling, Header, Return
 from kvferry.kv_transfer.states import State
 
 
@@ -84,6 +85,46 @@ def test_blocks_given_away_after_it_are_not_believed(bench: Bench) -> None:
     assert isinstance(said, Abort)
     assert said.reason is Reason.STALE
     assert bench.memory.scattered == []
+
+
+@pytest.mark.parametrize("changes", [{"wire": "bfloat16"}, {"chain_hash": b"x"}], ids=str)
+def test_a_header_that_says_otherwise_than_its_filling_is_judged_by_itself(
+    bench: Bench, changes: dict[str, Any]
+) -> None:
+    (credit,) = bench.offer()
+    bench.filling(credit, 0)
+    (said,) = bench.fill(credit, 0, **changes)
+    assert isinstance(said, Abort)
+    assert said.reason is Reason.MISMATCH
+    assert followed(bench) == 0
+
+
+def test_a_followed_slab_waits_while_another_one_of_its_lease_is_scattered(bench: Bench) -> None:
+    (credit,) = bench.offer()
+    bench.leases.offer()
+    bench.filling(credit, 0)
+    bench.leases.claim(1)
+    assert bench.fill(credit, 0) == []
+    bench.leases.settle(1)
+    assert bench.turn() == acked(credit, 0)
+    assert bench.memory.scattered == [0], "and is scattered again after that"
+
+
+def test_a_slab_is_settled_before_the_next_one_is_followed(bench: Bench) -> None:
+    """Both messages come in one frame; and the answer does not wait for the second slab."""
+    first, second = bench.offer(2)
+    bench.filling(first, 0)
+    said: list[list[Any]] = []
+    bench.memory.in_follow = lambda: said.append(list(bench.channel.sent))
+    messages = [
+        Header(slab=first.slab, grant=first.grant, header=header(MOVES[0])),
+        Filling(slab=second.slab, grant=second.grant, header=header(MOVES[1], digests=[])),
+    ]
+    bench.link.handle(encode_all(messages))
+    assert said == [acked(first, 0)]
+    bench.turn()
+    assert bench.fill(second, 1) == acked(second, 1)
+    assert (followed(bench), bench.memory.scattered) == (2, [])
 
 
 def test_only_slabs_that_are_granted_and_shared_are_followed(bench: Bench) -> None:

@@ -193,6 +193,17 @@ def random_span(rng: random.Random, begin: int, end: int) -> Span:
     return Span(first, last)
 
 
+def test_nothing_fits_beside_all_of_it() -> None:
+    coverage = coverage_of(Span(0, 8))
+    whole = Span(0, LAYOUT.num_layers), Span(0, LAYOUT.num_kv_heads)
+    for index, tokens in enumerate((Span(0, 3), Span(3, 8))):
+        move = SlabMove(index, *whole, tokens, slab_nbytes(LAYOUT.head_bytes, *whole, tokens))
+        assert coverage.fault(move) is None
+        coverage.add(0, move)
+    assert coverage.complete
+    assert coverage.fault(move) == "range overlaps another slab"
+
+
 @pytest.mark.parametrize("case", range(50))
 def test_coverage_finds_every_overlap(seeded: int, case: int) -> None:
     rng = random.Random(seeded + case)
