@@ -23,6 +23,8 @@ import kvferry.bench
 from kvferry.bench import kernels
 from kvferry.bench.cuda_timer import require_cuda
 from kvferry.bench.engine_check import check_all
+from kvferry.bench.graph_check import check_graphs
+from kvferry.bench.memory_check import check_memory
 from kvferry.bench.options import finished, run_options
 from kvferry.bench.report import Better, Claim, Report, Scalar
 from kvferry.core.errors import StartupError
@@ -150,9 +152,23 @@ def engine_step(limit_s: float) -> Found:
     return Found(rows=rows, claims=[claim])
 
 
+def graphs_step(limit_s: float) -> Found:
+    """Decode steps as CUDA graphs, equal to eager ones and timed beside them."""
+    rows, claims = check_graphs(require_cuda())
+    return Found(rows=rows, claims=claims)
+
+
+def memory_step(limit_s: float) -> Found:
+    """A profiled step on the device, and a cache that fills what it leaves."""
+    rows, claims = check_memory(require_cuda())
+    return Found(rows=rows, claims=claims)
+
+
 STEPS = (
     Step("kernels", KERNELS_S, kernels_step),
     Step("engine", 60.0, engine_step),
+    Step("graphs", 60.0, graphs_step),
+    Step("memory", 30.0, memory_step),
     Step("kv", 120.0, kv_step),
     Step("tests", 240.0, tests_step),
 )

@@ -130,9 +130,12 @@ class StaticInputs:
 
 
 class Captured(Protocol):
-    """A graph. ``output`` is filled by each replay."""
+    """A graph."""
 
-    output: torch.Tensor
+    @property
+    def output(self) -> torch.Tensor:
+        """Filled by each replay."""
+        ...
 
     def replay(self) -> None: ...
 
