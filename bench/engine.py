@@ -13,16 +13,17 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvferry.bench.attention_share import StepSizes, measure_shares, share_claim, share_row
+from kvferry.bench.engine_claims import loop_claim, peak_claim, peer_claims, rate_claims
 from kvferry.bench.hf_peer import TransformersEngine
 from kvferry.bench.limits import Limits, measure_limits
 from kvferry.bench.local_worker import LocalWorker, colocated_config, sequence_spec
 from kvferry.bench.model_option import add_model, prepared
 from kvferry.bench.options import finished, option_parser, positive_count, run_options
 from kvferry.bench.peers import f32_gguf, llama_rates, vllm_rates
-from kvferry.bench.report import Better, Claim, Report, Scalar
-from kvferry.bench.stats import interquartile
+from kvferry.bench.report import Report, Scalar
 from kvferry.bench.step_loop import LoopSizes, LoopTimes, measure_loop
-from kvferry.bench.throughput import PREFILL, Rates, Sizes, Timing, measure_rates, rate_rows
+from kvferry.bench.throughput import Rates, Sizes, Timing, measure_rates, rate_rows
 from kvferry.core.config import EMBEDDED_MODEL
 from kvferry.core.errors import StartupError
 from kvferry.engine.loading import load_backend
@@ -30,7 +31,6 @@ from kvferry.models.fetch import SMOLLM2
 from kvferry.models.spec import ModelSpec, read_spec
 from kvferry.models.weight_cache import cache_root
 
-GOAL_LOOP_MS = 1.0
 QUICK = Sizes(prefill_len=12, prompt_len=8, num_tokens=4, batches=(1, 2), repeats=2)
 
 
@@ -75,16 +75,25 @@ def run(args: list[str]) -> Report:
     options = _options(args)
     plain = run_options(options)
     sizes = QUICK if options.quick else Sizes(repeats=options.repeats)
+    steps = StepSizes(batch=2, context=20, repeats=2) if options.quick else StepSizes()
     loops = [(loop, measure_loop(loop)) for loop in loop_sizes(options.quick)]
     folder = prepared(options.model)
     spec = read_spec(folder)
     limits = _limits(options)
+    shares = measure_shares(folder, spec, steps)
     ours, *peers = _rates(options, folder, spec, sizes)
     rows = rate_rows(ours, peers, spec, sizes, limits)
+    rows += [share_row(times, spec, steps, limits) for times in shares]
     return Report(
         bench="engine",
         rows=[*rows, *(_loop_row(loop, times) for loop, times in loops)],
-        claims=[*_rate_claims(ours, sizes), *(_loop_claim(*loop) for loop in loops)],
+        claims=[
+            *rate_claims(ours, sizes),
+            *peer_claims(ours, peers, sizes),
+            peak_claim(ours, spec, sizes, limits),
+            share_claim(shares),
+            *(loop_claim(*loop) for loop in loops),
+        ],
         options=finished(
             plain
             | {
@@ -145,22 +154,6 @@ def _llama_gguf(options: argparse.Namespace, scratch: Path) -> Path:
     return f32_gguf(options.peer_llama, cache_root() / Path(SMOLLM2.member).name, scratch)
 
 
-def _rate_claims(ours: Rates, sizes: Sizes) -> list[Claim]:
-    names: dict[str | int, str] = {PREFILL: f"prefill_tokens_per_s_{sizes.prefill_len}"}
-    names |= {batch: f"decode_tokens_per_s_b{batch}" for batch in sizes.batches}
-    return [
-        Claim(
-            id=name,
-            value=ours.median(what),
-            better=Better.HIGHER,
-            n=len(ours.values(what)),
-            spread=interquartile(ours.values(what)),
-            unit="tokens/s",
-        )
-        for what, name in names.items()
-    ]
-
-
 def loop_sizes(quick: bool) -> list[LoopSizes]:
     """What the step loop is timed with; the first is claimed."""
     if quick:
@@ -177,15 +170,3 @@ def _loop_row(sizes: LoopSizes, times: LoopTimes) -> dict[str, Scalar]:
         "arrivals/step": times.arrivals / sizes.steps,
         "n": sizes.steps,
     }
-
-
-def _loop_claim(sizes: LoopSizes, times: LoopTimes) -> Claim:
-    return Claim(
-        id=f"loop_ms_{sizes.running}",
-        value=times.wall_ms,
-        better=Better.LOWER,
-        goal=GOAL_LOOP_MS if sizes.running == 256 else None,
-        n=sizes.steps,
-        spread=times.spread_ms,
-        unit="ms",
-    )

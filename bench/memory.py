@@ -20,6 +20,7 @@ from kvferry.bench.options import finished, option_parser, run_options
 from kvferry.bench.report import Better, Claim, Report, Scalar
 from kvferry.bench.weights import load_and_touch
 from kvferry.core.errors import StartupError
+from kvferry.models.packed import packed_file
 from kvferry.models.weight_files import weight_files
 
 GOAL_PRIVATE_SHARE = 0.01
@@ -70,7 +71,7 @@ def run(args: list[str]) -> Report:
     options = parser.parse_args(args)
     plain = run_options(options)
     folder = prepared(options.model)
-    files = weight_files(folder)
+    files = mapped_files(folder)
     total = sum(path.stat().st_size for path in files)
     found = measure(folder, [str(path.resolve()) for path in files])
     rows = [_row(number, memory, total) for number, memory in enumerate(found)]
@@ -83,6 +84,12 @@ def run(args: list[str]) -> Report:
         n=len(found),
     )
     return Report(bench="memory", rows=rows, claims=[claim], options=finished(plain))
+
+
+def mapped_files(folder: Path) -> list[Path]:
+    """What loading maps of a folder: its weights, and their panels where there are any."""
+    panels = packed_file(folder)
+    return [*weight_files(folder), *([panels] if panels.is_file() else [])]
 
 
 def measure(folder: Path, files: Sequence[str]) -> list[ProcessMemory]:

@@ -31,6 +31,8 @@ from kvferry.models.spec import read_spec
 from kvferry.models.weight_cache import cache_root, cached_folder, source_digest
 from kvferry.models.weight_files import weight_files
 
+LEAST_PACKED_NBYTES = 16 << 20
+"""A model of fewer bytes stays in the processor's caches, and gains little by a copy on disk."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -62,12 +64,13 @@ def load_model(
 
 def prepare(model: ModelConfig, progress: Callable[[str], None] = lambda stage: None) -> Path:
     """The ready folder of the configured model, see ``resolve``; its weights are packed for the CPU
-    where the cache has room for that.
+    where the cache has room for that, unless they are few.
     """
     dtype = getattr(torch, model.dtype)
     folder = resolve(model.path, dtype, progress=progress)
     try:
-        pack_weights(folder, dtype, progress=progress)
+        if sum(path.stat().st_size for path in weight_files(folder)) >= LEAST_PACKED_NBYTES:
+            pack_weights(folder, dtype, progress=progress)
     except OSError as error:
         progress(f"the weights stay as they are, and products take longer: {error}")
     return folder

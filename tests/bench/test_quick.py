@@ -12,7 +12,9 @@ from tiny_models import save, tiny_model
 from tiny_tokenizer import save_tokenizer
 
 from kvferry.bench import burst, engine, limits, memory, pd
+from kvferry.bench.engine_claims import GOALS_LOOP_MS, GOALS_VS_BEST
 from kvferry.bench.report import Report
+from kvferry.bench.throughput import PREFILL, Sizes
 from kvferry.cli.bench import benches
 
 
@@ -40,16 +42,23 @@ def test_engine(tiny_folder: Path, tmp_path: Path) -> None:
         "prefill_tokens_per_s_12",
         "decode_tokens_per_s_b1",
         "decode_tokens_per_s_b2",
+        "prefill_vs_best",
+        "decode_b1_vs_best",
+        "decode_b2_vs_best",
+        "prefill_share_of_peak",
+        "decode_attention_share",
         "loop_ms_4",
     }
+    # transformers alone is not the best of all peers.
+    assert [c.goal for c in report.claims if c.id == "prefill_vs_best"] == [None]
     assert min(claims.values()) > 0
     names = {str(row["engine"]) for row in report.rows}
     assert any(name.startswith("transformers") for name in names)
 
 
 def test_the_full_run_claims_what_was_promised() -> None:
-    (claimed, _) = engine.loop_sizes(quick=False)
-    assert claimed.running == 256
+    assert {loop.running for loop in engine.loop_sizes(quick=False)} == set(GOALS_LOOP_MS)
+    assert set(GOALS_VS_BEST) == {PREFILL, *Sizes().batches}
 
 
 @pytest.mark.cluster

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.bench.costs import attention_flops, decode_costs, head_weights, prefill_costs
+from kvferry.bench.engine_claims import peak_claim, peer_claims
 from kvferry.bench.limits import Limits, measure_limits
 from kvferry.bench.throughput import PREFILL, Rates, Sizes, Timing, measure_rates, rate_rows
 from kvferry.models.decoder import Decoder
@@ -96,3 +97,27 @@ def test_limits_are_positive() -> None:
     limits = measure_limits(1, product_size=32, read_bytes=1 << 16, repeats=2)
     assert limits.flops_per_s > 0
     assert limits.bytes_per_s > 0
+
+
+def test_claims_are_over_the_best_peer_and_promised_only_beside_all() -> None:
+    ours = Rates("ours", [8.0, 10.0, 9.0], {1: [3.0], 2: [6.0]})
+    peers = [Rates("slow", [2.0], {1: [1.0]}), Rates("fast", [4.5], {1: [6.0]})]
+    claims = {claim.id: claim for claim in peer_claims(ours, peers, SIZES)}
+    assert {name: claim.value for name, claim in claims.items()} == {
+        "prefill_vs_best": 2.0,
+        "decode_b1_vs_best": 0.5,
+    }
+    assert all(claim.goal is None for claim in claims.values())
+    every = peer_claims(ours, [*peers, Rates("third", [1.0], {2: [3.0]})], SIZES)
+    assert {claim.id: claim.met for claim in every} == {
+        "prefill_vs_best": True,
+        "decode_b1_vs_best": False,
+        "decode_b2_vs_best": None,
+    }
+
+
+def test_the_share_of_the_peak_counts_products_and_attention(spec: ModelSpec) -> None:
+    limits = Limits(threads=1, flops_per_s=prefill_costs(spec, 4).flops / 0.25, bytes_per_s=1.0)
+    claim = peak_claim(Rates("ours", [8.0]), spec, SIZES, limits)
+    assert claim.value == pytest.approx(0.5)
+    assert claim.met is False
