@@ -18,7 +18,7 @@ from kvferry.kv_transfer.layout import KvLayout, Span, head_nbytes
 from kvferry.kv_transfer.messages import Offer, SlabHeader
 from kvferry.kv_transfer.plan import Coverage
 from kvferry.kv_transfer.states import State
-from kvferry.kv_transfer.verdicts import Answer, Verdict
+from kvferry.kv_transfer.verdicts import Answer, Outcome, Verdict
 
 
 @dataclass(slots=True)
@@ -95,11 +95,23 @@ class Lease:
         self._next_index[rank] = max(expected, index + 1)
         return Span(expected, index) if index > expected else None
 
-    def is_damaged_again(self, rank: int, index: int) -> bool:
-        """A slab came damaged: whether it did so before."""
-        again = (rank, index) in self._damaged
-        self._damaged.add((rank, index))
-        return again
+    def judge(self, rank: int, header: SlabHeader, outcome: Outcome) -> Verdict:
+        """What to answer to a slab that was scattered, and counts from now on."""
+        match outcome:
+            case Outcome.VERIFIED:
+                self.coverage.add(rank, header.move)
+                return Verdict(Answer.ACK, is_last=self.coverage.complete)
+            case Outcome.STALE:
+                detail = "a block of the receiver was given away"
+                return Verdict(Answer.ABORT, Reason.STALE, detail)
+            case Outcome.BROKEN:
+                return Verdict(Answer.ABORT, Reason.INTERNAL)
+            case Outcome.DAMAGED:
+                if (rank, header.index) in self._damaged:
+                    return Verdict(Answer.ABORT, Reason.DAMAGED)
+                self._damaged.add((rank, header.index))
+                self.account.resends += 1
+                return Verdict(Answer.RESEND, Reason.DAMAGED)
 
     def done(self, now: float) -> ReceiveDone:
         self.account.wall_s = 0.0 if self.offered_s is None else now - self.offered_s

@@ -214,7 +214,9 @@ class LeaseTable:
         """What a scatter of a live lease brought."""
         lease.account.nbytes += header.nbytes
         lease.account.busy_s += busy_s
-        verdict = self._judge(lease, source, header, outcome)
+        verdict = self._count(lease.judge(source.rank, header, outcome))
+        if verdict.answer is Answer.RESEND:
+            self.counters.tally(Tally.RESEND)
         if verdict.answer is Answer.ABORT and verdict.reason is not None:
             self._end(lease, Event.FAIL, lease.failed(verdict.reason, verdict.detail), news)
         elif verdict.is_last:
@@ -272,23 +274,6 @@ class LeaseTable:
             self._bury(lease, news)
             return False
         return True
-
-    def _judge(self, lease: Lease, source: Source, header: SlabHeader, outcome: Outcome) -> Verdict:
-        match outcome:
-            case Outcome.VERIFIED:
-                lease.coverage.add(source.rank, header.move)
-                return Verdict(Answer.ACK, is_last=lease.coverage.complete)
-            case Outcome.STALE:
-                detail = "a block of the receiver was given away"
-                return self._count(Verdict(Answer.ABORT, Reason.STALE, detail))
-            case Outcome.BROKEN:
-                return self._count(Verdict(Answer.ABORT, Reason.INTERNAL))
-            case Outcome.DAMAGED:
-                if lease.is_damaged_again(source.rank, header.index):
-                    return self._count(Verdict(Answer.ABORT, Reason.DAMAGED))
-                lease.account.resends += 1
-                self.counters.tally(Tally.RESEND)
-                return self._count(Verdict(Answer.RESEND, Reason.DAMAGED))
 
     def _mismatch(self, lease: Lease, fault: str, news: News) -> Verdict:
         self._end(lease, Event.FAIL, lease.failed(Reason.MISMATCH, fault), news)
