@@ -17,6 +17,7 @@ import pytest
 import torch
 from local_system import local_config, local_system
 from near_ties import NearTies
+from rank_workers import rank_threads
 from real_prompts import real_prompts
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -144,3 +145,26 @@ async def test_greedy_output_is_the_reference_s(
     for number, tokens in enumerate(answers):
         prompt, expected = reference.prompts[number], reference.answers[number]
         reference.ties.compare(f"{name}, prompt {number}", prompt, tokens, expected)
+
+
+@pytest.mark.timeout(240)
+async def test_three_ranks_on_either_side_say_the_same(reference: Reference) -> None:
+    """SmolLM2 has 9 query and 3 KV heads; ranks sum in another order than one alone."""
+    config = local_config(
+        model={"dtype": "float32", "max_model_len": MAX_MODEL_LEN},
+        prefill={"tp": 3, "block_size": 16, "kv_memory": "64MiB", "max_batch_tokens": 256},
+        decode={"tp": 3, "block_size": 32, "kv_memory": "64MiB"},
+        transfer={"transport": "tcp", "staging": "8MiB", "slab": "1MiB"},
+        cluster={"silence_s": 120.0},
+    )
+    prompts = reference.prompts[:8]
+    with rank_threads(reference.folder, config, vocab_size=reference.vocab_size) as ranks:
+        prefill, decode = ranks.backend("prefill"), ranks.backend("decode")
+        async with local_system(config, prefill, decode_backend=decode) as system:
+            answers = await asyncio.gather(
+                *(system.generate(prompt, max_tokens=NUM_TOKENS) for prompt in prompts)
+            )
+            await system.settled()
+    for number, tokens in enumerate(answers):
+        prompt, expected = prompts[number], reference.answers[number]
+        reference.ties.compare(f"three ranks, prompt {number}", prompt, tokens, expected)
