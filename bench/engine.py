@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvferry.bench.attention_share import StepSizes, measure_shares, share_claim, share_row
+from kvferry.bench.cache_hit import hit_claim, hit_row, measure_hit
 from kvferry.bench.engine_claims import loop_claim, peak_claim, peer_claims, rate_claims
 from kvferry.bench.hf_peer import TransformersEngine
 from kvferry.bench.limits import Limits, measure_limits
@@ -77,6 +78,7 @@ def run(args: list[str]) -> Report:
     sizes = QUICK if options.quick else Sizes(repeats=options.repeats)
     steps = StepSizes(batch=2, context=20, repeats=2) if options.quick else StepSizes()
     loops = [(loop, measure_loop(loop)) for loop in loop_sizes(options.quick)]
+    hits = measure_hit(repeats=5 if options.quick else 200)
     folder = prepared(options.model)
     spec = read_spec(folder)
     limits = _limits(options)
@@ -86,13 +88,14 @@ def run(args: list[str]) -> Report:
     rows += [share_row(times, spec, steps, limits) for times in shares]
     return Report(
         bench="engine",
-        rows=[*rows, *(_loop_row(loop, times) for loop, times in loops)],
+        rows=[*rows, *(_loop_row(loop, times) for loop, times in loops), hit_row(hits)],
         claims=[
             *rate_claims(ours, sizes),
             *peer_claims(ours, peers, sizes),
             peak_claim(ours, spec, sizes, limits),
             share_claim(shares),
             *(loop_claim(*loop) for loop in loops),
+            hit_claim(hits),
         ],
         options=finished(
             plain

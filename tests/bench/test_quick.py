@@ -48,6 +48,7 @@ def test_engine(tiny_folder: Path, tmp_path: Path) -> None:
         "prefill_share_of_peak",
         "decode_attention_share",
         "loop_ms_4",
+        "hit_ms_4096",
     }
     # transformers alone is not the best of all peers.
     assert [c.goal for c in report.claims if c.id == "prefill_vs_best"] == [None]

@@ -204,6 +204,10 @@ class PressureRig:
         assert len(held) == counts.in_use + counts.reserved
         slots = [slot for seq in self.sequences for slot in seq.slots]
         assert len(set(slots)) == len(slots) <= self.backend.kv.num_host_slots
+        table = self.sequences.table
+        rows = self.sequences.held_rows()
+        waste = table.num_blocks[rows] * table.block_size - table.length[rows]
+        assert (waste < table.block_size).all(), "more than one partial block"
         for seq in self.sequences:
             assert not (seq.slots and seq.state is not State.SWAPPED)
             assert not (seq.blocks and seq.state is State.SWAPPED)
