@@ -204,6 +204,12 @@ class RouterConfig(Section):
     max_attempts: int = Field(
         4, ge=1, description="Dispatches of one request without progress at most."
     )
+    local_tokens: int = Field(
+        64,
+        ge=0,
+        description="A decode worker that holds most of a prompt computes the rest itself where "
+        "that is at most so many tokens and less than any prefill worker has before it; 0: never.",
+    )
     default_max_tokens: int | None = Field(
         None, ge=1, description="Output limit when a request names none; default: the context."
     )

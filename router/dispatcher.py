@@ -15,7 +15,7 @@ from kvferry.core.errors import Overloaded, Unavailable
 from kvferry.core.request import Timeline
 from kvferry.router.index import PrefixIndex
 from kvferry.router.pairs import LocalPair, Pair, PrefillOnly, RemotePair
-from kvferry.router.policy import Candidate, Policy
+from kvferry.router.policy import Candidate, Policy, computes_locally
 from kvferry.router.progress import Progress
 from kvferry.router.session import WorkerSession
 from kvferry.router.workers import Role, WorkerView
@@ -34,11 +34,15 @@ class _Waiter:
 class Dispatcher:
     """Chooses pairs for requests, first come first served."""
 
-    def __init__(self, index: PrefixIndex, policy: Policy, queue_limit: int) -> None:
+    def __init__(
+        self, index: PrefixIndex, policy: Policy, queue_limit: int, local_tokens: int
+    ) -> None:
+        """``local_tokens``: a decode worker computes so many tokens of a prompt itself at most."""
         self.sessions: list[WorkerSession] = []
         self._index = index
         self._policy = policy
         self._queue_limit = queue_limit
+        self._local_tokens = local_tokens
         self._queue: deque[_Waiter] = deque()
         self._handing: _Waiter | None = None
         """Has a pair and has not entered it yet, so that the counts do not show it."""
@@ -135,6 +139,9 @@ class Dispatcher:
         both = [s for s in decode if s.view.role is Role.BOTH and s in able]
         prefill = prefill or both
         decode = [s for s in decode if s.view.role is Role.DECODE] or both
+        local = self._local(progress, prefill, [s for s in able if s in decode])
+        if local is not None:
+            return LocalPair(progress, timeline, local)
         if not prefill or not decode:
             return None
         numbers = self._policy.choose(
@@ -146,6 +153,21 @@ class Dispatcher:
         if d.view.role is Role.BOTH:
             return LocalPair(progress, timeline, d)
         return RemotePair(progress, timeline, p, d, self.another_prefill)
+
+    def _local(
+        self, progress: Progress, prefill: list[WorkerSession], decode: list[WorkerSession]
+    ) -> WorkerSession | None:
+        """A decode worker that holds so much of the prompt that it had best compute the rest."""
+        decode = [s for s in decode if s.view.role is Role.DECODE and s.view.keeps_exact_kv]
+        if not decode or not self._local_tokens:
+            return None
+        # Without a pair of its own the prompt would wait for a prefill worker.
+        local = self._candidates(progress, decode, by_tokens=True)
+        best = max(local, key=lambda c: (c.cached_tokens, -c.load, -c.number))
+        remote = self._candidates(progress, prefill, by_tokens=True)
+        if computes_locally(len(progress.tokens), best, remote, self._local_tokens):
+            return self._session(best.number)
+        return None
 
     def _candidates(
         self, progress: Progress, sessions: Sequence[WorkerSession], *, by_tokens: bool

@@ -42,5 +42,22 @@ class LongestPrefixThenLeastLoaded:
         return _best(prefill), _best(decode)
 
 
+def computes_locally(
+    num_tokens: int, decode: Candidate, prefill: Sequence[Candidate], most_tokens: int
+) -> bool:
+    """Whether a decode worker should compute itself what it lacks of ``num_tokens`` tokens, and no
+    KV should move: the pair (D, D).
+
+    It should where that is cheaper than the best prefill worker, in tokens to be computed before
+    the first one is known, and at most ``most_tokens``: they are computed beside its decodes, whose
+    steps must stay short. Here the load of all candidates is in tokens.
+    """
+    lacking = num_tokens - decode.cached_tokens
+    if lacking > most_tokens:
+        return False
+    remote = (c.load + num_tokens - c.cached_tokens for c in prefill)
+    return decode.load + lacking < min(remote, default=float("inf"))
+
+
 def _best(candidates: Sequence[Candidate]) -> int:
     return min(candidates, key=lambda c: (-c.cached_tokens, c.load, c.number)).number

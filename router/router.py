@@ -43,7 +43,10 @@ class Router:
         self._config = config
         self._index = PrefixIndex()
         self._dispatcher = Dispatcher(
-            self._index, LongestPrefixThenLeastLoaded(), config.router.queue_limit
+            self._index,
+            LongestPrefixThenLeastLoaded(),
+            config.router.queue_limit,
+            config.router.local_tokens,
         )
         self._spine = Spine(self._dispatcher, config.router.max_attempts)
         self._transfers = TransferTotals()

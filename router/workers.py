@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from kvferry.core.dtypes import kv_flavour
 from kvferry.proto import worker_pb2 as pb
 
 
@@ -58,6 +59,14 @@ class WorkerView:
         """
         before = sum(length for length in self.prompts if length <= num_tokens)
         return self.routable and before < max(self.hello.max_batch_tokens, 1)
+
+    @property
+    def keeps_exact_kv(self) -> bool:
+        """Whether its cache holds what it would compute itself: KV that comes from outside loses
+        nothing on its way.
+        """
+        own = self.hello.layout.dtype
+        return kv_flavour(own, self.hello.kv_wire) == own
 
     @property
     def takes_reservations(self) -> bool:

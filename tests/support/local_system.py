@@ -72,7 +72,9 @@ def fake_backend(
 
 
 def local_config(**sections: dict[str, Any]) -> Config:
-    """Short beats, small steps; each section may be added to."""
+    """Short beats, small steps, and KV that is always sent, however little of it is missing; each
+    section may be added to.
+    """
     base: dict[str, dict[str, Any]] = {
         "model": {"dtype": "float64"},
         "prefill": {"block_size": 4, "max_batch_tokens": 16},
@@ -83,7 +85,7 @@ def local_config(**sections: dict[str, Any]) -> Config:
             "staging": "1MiB",
             "slab": "256KiB",
         },
-        "router": {"grpc": "127.0.0.1:0", "http": "127.0.0.1:0"},
+        "router": {"grpc": "127.0.0.1:0", "http": "127.0.0.1:0", "local_tokens": 0},
         "cluster": {"beat_s": 0.05, "silence_s": 5.0},
     }
     for name, values in sections.items():
