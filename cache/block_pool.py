@@ -152,16 +152,25 @@ class BlockPool:
         this one stays an anonymous copy (and takes over if the other is evicted first). Saying it
         twice is harmless.
         """
+        self.publish_all([block], [block_hash], [parent_hash])
+        return self._index.is_findable(block)
+
+    def publish_all(
+        self,
+        blocks: Sequence[BlockId],
+        hashes: Sequence[BlockHash],
+        parents: Sequence[BlockHash],
+    ) -> None:
+        """``publish`` for several blocks, in order."""
         if not self.prefix_cache:
-            return False
-        if self._states[block] is not BlockState.IN_USE:
-            raise BlockStateError(f"block {block} is {self._states[block].name}, not IN_USE")
-        known = self._index.hash_of(block)
-        if known is not None:
-            if known != block_hash:
-                raise BlockStateError(f"block {block} is already published under another hash")
-            return self._index.is_findable(block)
-        return self._index.add(block, block_hash, parent_hash)
+            return
+        states, in_use = self._states, BlockState.IN_USE
+        for block in blocks:
+            if states[block] is not in_use:
+                raise BlockStateError(f"block {block} is {states[block].name}, not IN_USE")
+        wrong = self._index.add_all(blocks, hashes, parents)
+        if wrong is not None:
+            raise BlockStateError(f"block {wrong} is already published under another hash")
 
     def release(self, blocks: Sequence[BlockId], fence: Hashable | None = None) -> None:
         """Drop one reference on each, or end its reservation.
@@ -170,17 +179,18 @@ class BlockPool:
         means that nothing launched names these blocks any more.
         """
         pinned = self._fences.setdefault(fence, []) if fence is not None and blocks else None
+        states, refs, pins = self._states, self._refs, self._pins
         # Last to first, so that of one chain the deepest block is the first to be evicted.
         for block in reversed(blocks):
-            state = self._states[block]
+            state = states[block]
             if state is BlockState.IN_USE:
-                self._refs[block] -= 1
+                refs[block] -= 1
             elif state is not BlockState.RESERVED:
                 raise BlockStateError(f"block {block} is {state.name}: it has no holder to release")
             if pinned is not None:
-                self._pins[block] += 1
+                pins[block] += 1
                 pinned.append(block)
-            if not self._refs[block]:
+            if not refs[block]:
                 self._let_go(block)
 
     def lift(self, fence: Hashable) -> None:

@@ -82,19 +82,38 @@ class PrefixIndex:
         entry = self._entry_of[block]
         return entry is not None and entry.block == block
 
-    def add(self, block: BlockId, block_hash: BlockHash, parent_hash: BlockHash) -> bool:
-        """Make a block findable; False when the hash is taken, which leaves it an unnamed copy."""
-        entry = self._entries.get(block_hash)
-        if entry is not None:
-            self._entry_of[block] = entry
-            entry.copies = (*entry.copies, block)
-            return False
-        parent = self._entries.get(parent_hash)
-        if parent is not None:
-            parent.num_children += 1
-        self._entries[block_hash] = self._entry_of[block] = _Entry(block, block_hash, parent)
-        _record(block_hash, self._added, self._removed)
-        return True
+    def add_all(
+        self,
+        blocks: Sequence[BlockId],
+        hashes: Sequence[BlockHash],
+        parents: Sequence[BlockHash],
+    ) -> BlockId | None:
+        """Make blocks findable, each after its parent. One whose hash is taken becomes an unnamed
+        copy; one that is here already stays as it is. Returns a block that is here under another
+        hash, before which it stops; None is as it should be.
+        """
+        entries, entry_of = self._entries, self._entry_of
+        added, removed = self._added, self._removed
+        for block, block_hash, parent_hash in zip(blocks, hashes, parents, strict=True):
+            known = entry_of[block]
+            if known is not None:
+                if known.block_hash != block_hash:
+                    return block
+                continue
+            entry = entries.get(block_hash)
+            if entry is not None:
+                entry_of[block] = entry
+                entry.copies = (*entry.copies, block)
+                continue
+            parent = entries.get(parent_hash)
+            if parent is not None:
+                parent.num_children += 1
+            entries[block_hash] = entry_of[block] = _Entry(block, block_hash, parent)
+            if block_hash in removed:
+                del removed[block_hash]
+            else:
+                added[block_hash] = None
+        return None
 
     def offer(self, block: BlockId) -> None:
         """A findable block is held by nothing: it may be given up, after those offered before."""
@@ -138,7 +157,10 @@ class PrefixIndex:
         del self._entries[entry.block_hash]
         if entry.parent is not None:
             entry.parent.num_children -= 1
-        _record(entry.block_hash, self._removed, self._added)
+        if entry.block_hash in self._added:
+            del self._added[entry.block_hash]
+        else:
+            self._removed[entry.block_hash] = None
         return None
 
     def drain_events(self) -> CacheEvents:
@@ -152,12 +174,3 @@ class PrefixIndex:
         """All findable hashes, parents before children."""
         # Parents are added first, and a hash leaves only after its children.
         return list(self._entries)
-
-
-def _record(
-    block_hash: BlockHash, happened: dict[BlockHash, None], opposite: dict[BlockHash, None]
-) -> None:
-    if block_hash in opposite:
-        del opposite[block_hash]
-    else:
-        happened[block_hash] = None

@@ -7,6 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from operator import attrgetter
 
+import numpy as np
+
 from kvferry.core.request import FinishReason
 from kvferry.decode_worker.scheduler import prefill_budget, victims
 from kvferry.engine.first_token import FirstToken, first_tokens
@@ -122,7 +124,9 @@ class DecodeBatch:
             seq.started_s = seq.started_s or now
         self._num_decoding = len(decoding)
         seqs = [*decoding, *prompts]
-        self._step = self._stepper.build(seqs, [1] * len(decoding) + counts)
+        query_lens = np.ones(len(seqs), np.int32)
+        query_lens[len(decoding) :] = counts
+        self._step = self._stepper.build(seqs, query_lens)
         return self._step.plan
 
     def commit(self, result: StepResult) -> tuple[StepTokens, list[FirstToken]]:

@@ -182,7 +182,8 @@ class DecodeGraphs:
     def bucket_of(self, step: StepArrays) -> Bucket | None:
         """The smallest that holds ``step``; None where it has to run as it comes."""
         num_seqs = len(step.context_lens)
-        if step.num_short < num_seqs:
+        # A prompt whose end is short may be sampled several times.
+        if step.num_short < num_seqs or len(step.sampled_tokens) > num_seqs:
             return None
         longest = int(np.diff(step.query_starts).max())
         bucket = Bucket(next_power_of_2(num_seqs), next_power_of_2(longest))

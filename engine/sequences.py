@@ -270,14 +270,26 @@ class Sequences:
 
     def publish(self, seq: WorkerSequence, num_tokens: int) -> None:
         """Make the full blocks among the first ``num_tokens`` computed tokens findable."""
-        size = self.table.block_size
-        for index in range(seq.published, num_tokens // size):
-            parent = seq.hashes[index - 1] if index else self.root
-            if index == len(seq.hashes):
-                tokens = self.table.tokens[seq.row, index * size : (index + 1) * size]
-                seq.hashes.append(block_hash(parent, tokens))
-            self.pool.publish(seq.blocks[index], seq.hashes[index], parent)
-            seq.published = index + 1
+        self.publish_all([seq], [num_tokens])
+
+    def publish_all(self, seqs: Sequence[WorkerSequence], num_tokens: Sequence[int]) -> None:
+        """The same for several sequences: a step fills blocks of many."""
+        size, root = self.table.block_size, self.root
+        blocks: list[BlockId] = []
+        hashes: list[BlockHash] = []
+        parents: list[BlockHash] = []
+        for seq, end in zip(seqs, num_tokens, strict=True):
+            known = seq.hashes
+            for index in range(seq.published, end // size):
+                parent = known[index - 1] if index else root
+                if index == len(known):
+                    tokens = self.table.tokens[seq.row, index * size : (index + 1) * size]
+                    known.append(block_hash(parent, tokens))
+                blocks.append(seq.blocks[index])
+                hashes.append(known[index])
+                parents.append(parent)
+            seq.published = max(seq.published, end // size)
+        self.pool.publish_all(blocks, hashes, parents)
 
     def _take(
         self, seq: WorkerSequence, cached: Sequence[BlockId], num_tokens: int, reserved: bool

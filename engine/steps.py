@@ -13,7 +13,7 @@ import numpy as np
 
 from kvferry.core.request import FinishReason
 from kvferry.engine.commit import StopRules
-from kvferry.engine.plan import StepPlan, StepResult
+from kvferry.engine.plan import Int32, StepPlan, StepResult
 from kvferry.engine.sequences import Sequences, State, WorkerSequence
 from kvferry.engine.table import Rows, build_plan
 
@@ -53,7 +53,7 @@ class Stepper:
         self._number = 0
         self._suspects: deque[tuple[WorkerSequence, int]] = deque()
 
-    def build(self, seqs: list[WorkerSequence], counts: list[int]) -> Step:
+    def build(self, seqs: list[WorkerSequence], counts: Sequence[int] | Int32) -> Step:
         """The step in which ``seqs[i]`` computes its next ``counts[i]`` tokens."""
         self._number += 1
         rows = rows_of(seqs)
@@ -98,10 +98,11 @@ class Stepper:
         computed = context + step.plan.query_lens
         table.computed[step.rows] = computed
         size = table.block_size
-        for i in (computed // size > context // size).nonzero()[0].tolist():
-            sequences.publish(step.seqs[i], int(computed[i]))
-        rows = step.sampled_rows
+        full = (computed // size > context // size).nonzero()[0]
+        sequences.publish_all([step.seqs[i] for i in full.tolist()], computed[full].tolist())
+        rows, sampled = step.sampled_rows, step.plan.sampled
         # Of several samples of a row the first is its own.
-        own = np.diff(step.plan.sampled, prepend=-1) != 0
+        own = np.ones(len(sampled), np.bool_)
+        own[1:] = sampled[1:] != sampled[:-1]
         table.append(rows[own], result.token_ids[own])
         return self._rules.finished(rows, result.token_ids, sequences.by_row)

@@ -135,23 +135,29 @@ def build_plan(table: SequenceTable, step: int, rows: Rows, query_lens: Int32) -
     edits and log-probabilities are the caller's to add.
     """
     context = table.computed[rows]
-    if query_lens.size and int(query_lens.max()) == 1:
-        token_ids = table.tokens[rows, context].astype(np.int64)
-    else:
-        positions = np.repeat(context, query_lens) + within_groups(query_lens)
-        token_ids = table.tokens[np.repeat(rows, query_lens), positions].astype(np.int64)
     sampled = np.flatnonzero(context + query_lens == table.length[rows])
     counts = table.num_samples[rows[sampled]]
     max_blocks = int(table.num_blocks[rows].max()) if rows.size else 0
     return StepPlan(
         step=step,
-        token_ids=token_ids,
+        token_ids=_next_tokens(table, rows, context, query_lens),
         query_lens=query_lens,
         context_lens=context.astype(np.int32),
         block_tables=table.blocks[rows, :max_blocks],
         sampled=np.repeat(sampled, counts).astype(np.int32),
         sampling=_sampling_rows(table, rows[sampled], counts),
     )
+
+
+def _next_tokens(table: SequenceTable, rows: Rows, context: Int64, query_lens: Int32) -> Int64:
+    """The next ``query_lens[i]`` tokens of each row: most rows have one, few have many."""
+    ends = np.cumsum(query_lens)
+    token_ids = np.empty(int(ends[-1]) if ends.size else 0, np.int64)
+    token_ids[ends - query_lens] = table.tokens[rows, context]
+    for i in (query_lens > 1).nonzero()[0].tolist():
+        begin, count = int(context[i]), int(query_lens[i])
+        token_ids[ends[i] - count : ends[i]] = table.tokens[rows[i], begin : begin + count]
+    return token_ids
 
 
 def within_groups(counts: Int32) -> Int32:
@@ -162,14 +168,17 @@ def within_groups(counts: Int32) -> Int32:
 
 def _sampling_rows(table: SequenceTable, rows: Rows, counts: Int32) -> SamplingRows:
     """One per sample of each row: they differ in the sample index alone."""
-    rows = np.repeat(rows, counts)
+    sample_index = table.sample_index[rows]
+    if counts.size and int(counts.max()) > 1:
+        sample_index = np.repeat(sample_index, counts) + within_groups(counts)
+        rows = np.repeat(rows, counts)
     return SamplingRows(
         temperature=table.temperature[rows],
         top_k=table.top_k[rows],
         top_p=table.top_p[rows],
         min_p=table.min_p[rows],
         seed=table.seed[rows],
-        sample_index=table.sample_index[rows] + within_groups(counts),
+        sample_index=sample_index,
         position=table.length[rows],
     )
 

@@ -28,7 +28,7 @@ from kvferry.engine.graphs import (
     log_progress,
 )
 from kvferry.engine.kernel_attention import KernelAttention
-from kvferry.engine.plan import StepPlan
+from kvferry.engine.plan import SamplingRows, StepPlan
 from kvferry.engine.runner import ModelRunner
 from kvferry.engine.step_tensors import StepArrays
 from kvferry.kernels.ops import Backend, ops_for
@@ -185,6 +185,17 @@ def test_what_no_graph_holds_runs_as_it_comes(
     order = buckets_for(4, 2)
     replayed = [order[i] for i, count in enumerate(capture.replays) if count]
     assert replayed == ([Bucket(*graph)] if graph else [])
+
+
+def test_several_samples_of_a_row_run_as_they_come() -> None:
+    runner, _, capture = captured(max_seqs=4)
+    plan = plan_of([1, 1], [5, 9])
+    plan.sampled = np.array([0, 1, 1, 1], np.int32)
+    plan.sampling = SamplingRows.greedy(4)
+    with torch.inference_mode():
+        logits = runner.logits(plan)
+    assert sum(capture.replays) == 0
+    assert torch.equal(logits[1], logits[3])
 
 
 def test_whoever_listens_to_layers_gets_an_eager_step() -> None:
