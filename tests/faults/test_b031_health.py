@@ -81,3 +81,26 @@ async def test_a_step_that_does_not_return_is_told() -> None:
             free.set()
         assert await call == expected(PROMPT, 1)
         await eventually(lambda: prefill.load().stalled_s == 0)
+
+
+async def test_a_worker_all_of_whose_steps_fail_refuses_and_recovers() -> None:
+    """Clients hear 503 within their attempts; the worker lives, and the next request is served."""
+    broken = True
+
+    def fail(plan: StepPlan) -> None:
+        if broken:
+            raise RuntimeError("the device is gone")
+
+    config = local_config(router={"max_attempts": 2})
+    async with (
+        local_system(config, lambda size: fake_backend(size, before_execute=fail)) as system,
+        system.apis() as (_, base_url),
+        httpx.AsyncClient(timeout=10, base_url=base_url) as client,
+    ):
+        body = {"prompt": PROMPT, "max_tokens": 4}
+        answers = await asyncio.gather(*(client.post("/v1/completions", json=body) for _ in "abc"))
+        assert {answer.status_code for answer in answers} == {503}
+        assert (await client.get("/health/live")).status_code == 200
+        await system.settled()
+        broken = False
+        assert await system.generate(PROMPT, max_tokens=4) == expected(PROMPT, 4)
