@@ -12,10 +12,8 @@ from numpy.typing import NDArray
 from kvferry.core.config import Config
 from kvferry.core.ids import Incarnation
 from kvferry.engine.backend import Backend
-from kvferry.engine.collectives import collectives
 from kvferry.engine.follower import Follower
-from kvferry.engine.loading import load_part
-from kvferry.engine.rank_group import OPERATION_S
+from kvferry.engine.loading import load_follower
 from kvferry.kv_transfer.group.rank import ReceiverRank
 from kvferry.kv_transfer.jobs import ReceiveEvent
 from kvferry.kv_transfer.layout import KvLayout
@@ -67,20 +65,11 @@ class DecodeRank:
         cls, port: int, rank: int, folder: Path, vocab_size: int, config: Config, secret: str
     ) -> DecodeRank:
         """Come to rank 0 and load this rank's part. Raises RankLost, StartupError."""
-        pool, limit_s = config.decode, config.cluster.start_timeout_s
-        follower = Follower(port, rank, secret, limit_s)
-        try:
-            model, device = config.model, config.cluster.device
-            ranks = collectives(
-                follower.store, rank, pool.tp, OPERATION_S, device, model.deterministic
-            )
-            follower.abort = ranks.abort
-            part = load_part(folder, vocab_size, model, pool, "decode", ranks, device)
+        follower = Follower(port, rank, secret, config.cluster.start_timeout_s)
+        with follower.starting():
+            pool, device = config.decode, config.cluster.device
+            part = load_follower(follower, folder, vocab_size, config.model, pool, "decode", device)
             return cls(config, part, secret, follower)
-        except Exception as error:
-            follower.fail(error)
-            follower.close()
-            raise
 
     def run(self) -> None:
         """Until the worker stops. Raises RankLost when rank 0 is gone, and what a step raised."""

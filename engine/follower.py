@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from kvferry.core.errors import ProtocolError, RankLost
@@ -88,6 +88,16 @@ class Follower:
         finally:
             self._channel.close()
             reader.join()
+
+    @contextlib.contextmanager
+    def starting(self) -> Iterator[None]:
+        """Rank 0 hears why this rank does not come to run, and the connection ends with that."""
+        try:
+            yield
+        except Exception as error:
+            self.fail(error)
+            self.close()
+            raise
 
     def fail(self, error: Exception) -> None:
         """Tell rank 0 why this rank ends."""

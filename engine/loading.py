@@ -18,6 +18,7 @@ from kvferry.engine.backend import Backend, ModelIdentity
 from kvferry.engine.collectives import collectives
 from kvferry.engine.cuda_capture import CudaCapture
 from kvferry.engine.determinism import check_deterministic
+from kvferry.engine.follower import Follower
 from kvferry.engine.graphs import log_progress
 from kvferry.engine.memory import KvBudget, measured_budget, no_step_fits, stated_budget
 from kvferry.engine.parallel_runner import ParallelRunner
@@ -129,6 +130,25 @@ def load_part(
         vocab_size=spec.vocab_size,
         num_kv_heads=spec.num_kv_heads,
     )
+
+
+def load_follower(
+    follower: Follower,
+    folder: Path,
+    vocab_size: int,
+    model: ModelConfig,
+    pool: PoolConfig,
+    pool_name: str,
+    device: str = "cpu",
+) -> Backend:
+    """The part of a rank other than 0, once all have joined. Raises RankLost, and as ``load_part``
+    does.
+    """
+    ranks = collectives(
+        follower.store, follower.rank, pool.tp, OPERATION_S, device, model.deterministic
+    )
+    follower.abort = ranks.abort
+    return load_part(folder, vocab_size, model, pool, pool_name, ranks, device)
 
 
 def allocate_kv(

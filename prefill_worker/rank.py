@@ -12,10 +12,8 @@ from numpy.typing import NDArray
 from kvferry.core.config import Config
 from kvferry.core.ids import Incarnation
 from kvferry.engine.backend import Backend
-from kvferry.engine.collectives import collectives
 from kvferry.engine.follower import Follower
-from kvferry.engine.loading import load_part
-from kvferry.engine.rank_group import OPERATION_S
+from kvferry.engine.loading import load_follower
 from kvferry.kv_transfer.endpoints import connect as connect_any
 from kvferry.kv_transfer.group.rank import SenderRank
 from kvferry.kv_transfer.jobs import SendEvent
@@ -73,20 +71,13 @@ class PrefillRank:
         cls, port: int, rank: int, folder: Path, vocab_size: int, config: Config, secret: str
     ) -> PrefillRank:
         """Come to rank 0 and load this rank's part. Raises RankLost, StartupError."""
-        pool, limit_s = config.prefill, config.cluster.start_timeout_s
-        follower = Follower(port, rank, secret, limit_s)
-        try:
-            model, device = config.model, config.cluster.device
-            ranks = collectives(
-                follower.store, rank, pool.tp, OPERATION_S, device, model.deterministic
+        follower = Follower(port, rank, secret, config.cluster.start_timeout_s)
+        with follower.starting():
+            pool, device = config.prefill, config.cluster.device
+            part = load_follower(
+                follower, folder, vocab_size, config.model, pool, "prefill", device
             )
-            follower.abort = ranks.abort
-            part = load_part(folder, vocab_size, model, pool, "prefill", ranks, device)
             return cls(config, part, secret, follower)
-        except Exception as error:
-            follower.fail(error)
-            follower.close()
-            raise
 
     def run(self) -> None:
         """Until the worker stops. Raises RankLost when rank 0 is gone, and what a step raised."""
