@@ -70,6 +70,11 @@ class Ledger:
         ahead = np.where(guaranteed, np.maximum(most, lengths), ahead)
         return int((self._blocks(ahead) - self._blocks(lengths)).sum())
 
+    def growth_of(self, length: int, most: int, guaranteed: bool) -> int:
+        """The same for one sequence."""
+        ahead = max(most, length) if guaranteed else min(length + self.growth_tokens, most)
+        return self._blocks(ahead) - self._blocks(length)
+
     @overload
     def _blocks(self, tokens: int) -> int: ...
 
@@ -229,5 +234,5 @@ class Admission:
         # Acquiring cached blocks takes them out of what others could evict.
         free = sequences.pool.num_free - sequences.pool.num_free_among(cached)
         growth = ledger.growth(table.length[held], table.max_length[held], table.guaranteed[held])
-        own = ledger.growth(np.array([length]), np.array([most]), np.array([seq.guaranteed]))
+        own = ledger.growth_of(length, most, seq.guaranteed)
         return ledger.admits(free, fresh, growth if held.size else None, own)

@@ -49,6 +49,8 @@ class DecodeBatch:
         self._max_seqs = max_seqs
         self._step: Step | None = None
         self._num_decoding = 0
+        self._running_rows: Rows | None = None
+        """Of ``running``, until that changes."""
         self._stalled: set[WorkerSequence] = set()
         """Those that lack a block for the token of the next step."""
 
@@ -73,7 +75,7 @@ class DecodeBatch:
         if not self.running:
             return []
         sequences = self._sequences
-        lacking = sequences.table.lacking_block(rows_of(self.running)).tolist()
+        lacking = sequences.table.lacking_block(self._rows_of_running()).tolist()
         if not lacking or sequences.grow(lacking):
             return []
         by_row = sequences.by_row
@@ -114,7 +116,8 @@ class DecodeBatch:
         if suspect is not None:
             decoding = [seq for seq in decoding if seq is suspect[0]]
             prompts = [seq for seq in prompts if seq is suspect[0]]
-        decoding = decoding[: self._max_seqs]
+        if len(decoding) > self._max_seqs:
+            decoding = decoding[: self._max_seqs]
         budget = prefill_budget(len(decoding), self._max_tokens, self._max_seqs)
         prompts, counts = self._planner.plan(prompts, *budget)
         if not (decoding or counts or moves):
@@ -126,7 +129,8 @@ class DecodeBatch:
         seqs = [*decoding, *prompts]
         query_lens = np.ones(len(seqs), np.int32)
         query_lens[len(decoding) :] = counts
-        self._step = self._stepper.build(seqs, query_lens)
+        rows = self._rows_of_running() if decoding is self.running else rows_of(decoding)
+        self._step = self._stepper.build(seqs, query_lens, np.append(rows, rows_of(prompts)))
         return self._step.plan
 
     def commit(self, result: StepResult) -> tuple[StepTokens, list[FirstToken]]:
@@ -145,12 +149,19 @@ class DecodeBatch:
         """The sequences to fail because the step planned last could not be run."""
         return [seq for seq in self._stepper.failed(self.planned) if seq.state is not State.CLOSED]
 
+    def _rows_of_running(self) -> Rows:
+        if self._running_rows is None:
+            self._running_rows = rows_of(self.running)
+        return self._running_rows
+
     def join(self, seq: WorkerSequence) -> None:
         """Take in a sequence that computes here from the next step on."""
+        self._running_rows = None
         (self.prompts if seq.state is State.PREFILLING else self.running).append(seq)
 
     def discard(self, seq: WorkerSequence) -> None:
         """Take a sequence that has ended out of the batch."""
+        self._running_rows = None
         (self.prompts if seq.state is State.PREFILLING else self.running).remove(seq)
 
 

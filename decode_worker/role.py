@@ -300,7 +300,7 @@ class DecodeRole:
             return
         self.sequences.table.append_one(seq.row, seq.first_token)
         seq.enter(State.DECODING)
-        self._batch.running.append(seq)
+        self._batch.join(seq)
         ready = pb.DecodeReady(
             key=key_message(seq.key),
             account=seq.received,
@@ -324,4 +324,4 @@ class DecodeRole:
             self.sequences.close(seq)
             return
         seq.enter(State.DECODING)
-        self._batch.running.append(seq)
+        self._batch.join(seq)

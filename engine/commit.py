@@ -31,15 +31,26 @@ class StopRules:
         """
         table = self._table
         length = table.length[rows]
-        stopped = (token_ids[:, None] == self._eos).any(axis=1) & table.obeys_eos[rows]
-        stopped |= (table.stop_ids[rows] == token_ids[:, None]).any(axis=1)
-        for i in table.more_stop_ids[rows].nonzero()[0]:
+        full = length >= table.max_length[rows]
+        done = dict.fromkeys(full.nonzero()[0].tolist(), FinishReason.LENGTH)
+        stops = self._stopped(rows, token_ids, by_row, length)
+        return done | dict.fromkeys(stops, FinishReason.STOP)
+
+    def _stopped(
+        self, rows: Rows, token_ids: Int64, by_row: dict[int, WorkerSequence], length: Int64
+    ) -> list[int]:
+        table, newest = self._table, token_ids[:, None]
+        is_eos, is_stop = newest == self._eos, table.stop_ids[rows] == newest
+        more = table.more_stop_ids[rows]
+        if not (is_eos.any() or is_stop.any() or more.any()):
+            return []  # as in most steps
+        stopped = is_eos.any(axis=1) & table.obeys_eos[rows] | is_stop.any(axis=1)
+        for i in more.nonzero()[0]:
             if int(token_ids[i]) in by_row[int(rows[i])].spec.sampling.stop_token_ids:
                 stopped[i] = True
         stopped &= length >= table.min_length[rows]
-        full = length >= table.max_length[rows]
-        done = dict.fromkeys(full.nonzero()[0].tolist(), FinishReason.LENGTH)
-        return done | dict.fromkeys(stopped.nonzero()[0].tolist(), FinishReason.STOP)
+        found: list[int] = stopped.nonzero()[0].tolist()
+        return found
 
     def add_edits(
         self, sampling: SamplingRows, rows: Rows, by_row: dict[int, WorkerSequence]

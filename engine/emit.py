@@ -17,9 +17,38 @@ from kvferry.engine.ports import RouterPort
 from kvferry.engine.table import Rows, SequenceTable
 from kvferry.proto import worker_pb2 as pb
 
-_FIELDS = pb.Tokens.DESCRIPTOR.fields_by_name
+
+def _varint(value: int) -> bytes:
+    """Seven bits per byte, the lowest first; all but the last byte have their top bit set."""
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)
+
+
 _LENGTH_DELIMITED = 2
 """Wire type of packed fields."""
+
+
+class _Packed:
+    """A repeated field of fixed-width integers."""
+
+    def __init__(self, name: str, element: str) -> None:
+        number: int = pb.Tokens.DESCRIPTOR.fields_by_name[name].number
+        self._tag = _varint(number << 3 | _LENGTH_DELIMITED)
+        self._element = np.dtype(element)
+
+    def __call__(self, values: NDArray[np.integer]) -> bytes:
+        """As it stands in a message: tag, length, elements."""
+        data = values.astype(self._element).tobytes()
+        return self._tag + _varint(len(data)) + data
+
+
+_REQUESTS = _Packed("requests", "<u8")
+_ATTEMPTS = _Packed("attempts", "<u4")
+_TOKEN_IDS = _Packed("token_ids", "<u4")
 
 
 def emit_tokens(
@@ -38,13 +67,14 @@ def emit_tokens(
         mine = np.flatnonzero(routers == incarnation)
         if not mine.size:
             continue
-        owned = rows[mine]
+        is_all = mine.size == rows.size
+        owned, tokens_of = (rows, token_ids) if is_all else (rows[mine], token_ids[mine])
         message = pb.WorkerMessage()
         tokens = message.tokens
         tokens.MergeFromString(
-            _packed("requests", table.request[owned], "<u8")
-            + _packed("attempts", table.attempt[owned], "<u4")
-            + _packed("token_ids", token_ids[mine], "<u4")
+            _REQUESTS(table.request[owned])
+            + _ATTEMPTS(table.attempt[owned])
+            + _TOKEN_IDS(tokens_of)
         )
         if finished:
             tokens.finished.extend(
@@ -58,23 +88,6 @@ def emit_tokens(
                 logprob_message(logprobs[i]) if i in logprobs else empty for i in mine.tolist()
             )
         port.send(message)
-
-
-def _packed(field: str, values: NDArray[np.integer], element: str) -> bytes:
-    """A packed field of fixed-width integers as it stands in a message: tag, length, elements."""
-    data = values.astype(element).tobytes()
-    tag = _FIELDS[field].number << 3 | _LENGTH_DELIMITED
-    return _varint(tag) + _varint(len(data)) + data
-
-
-def _varint(value: int) -> bytes:
-    """Seven bits per byte, the lowest first; all but the last byte have their top bit set."""
-    encoded = bytearray()
-    while value > 0x7F:
-        encoded.append(value & 0x7F | 0x80)
-        value >>= 7
-    encoded.append(value)
-    return bytes(encoded)
 
 
 def _key(table: SequenceTable, row: int) -> pb.Key:

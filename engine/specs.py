@@ -41,13 +41,14 @@ def spec_fault(key: pb.Key, spec: pb.SequenceSpec, vocab_size: int) -> str | Non
 def _ids_fault(spec: pb.SequenceSpec, vocab_size: int) -> str | None:
     sampling = spec.sampling
     # Sampling ignores ids that the model lacks; its embedding cannot.
-    for name, ids, end in (
-        ("token_ids", np.asarray(spec.token_ids), vocab_size),
-        ("stop_token_ids", np.asarray(sampling.stop_token_ids), INT32_END),
-        ("logit_bias", np.fromiter(sampling.logit_bias, np.int64), INT32_END),
+    if len(spec.token_ids) and int(np.asarray(spec.token_ids).max()) >= vocab_size:
+        return f"token_ids: a token id is not below {vocab_size}"
+    for name, ids in (
+        ("stop_token_ids", sampling.stop_token_ids),
+        ("logit_bias", sampling.logit_bias),
     ):
-        if ids.size and int(ids.max()) >= end:
-            return f"{name}: a token id is not below {end}"
+        if len(ids) and max(ids) >= INT32_END:
+            return f"{name}: a token id is not below {INT32_END}"
     return None
 
 

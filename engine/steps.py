@@ -53,10 +53,17 @@ class Stepper:
         self._number = 0
         self._suspects: deque[tuple[WorkerSequence, int]] = deque()
 
-    def build(self, seqs: list[WorkerSequence], counts: Sequence[int] | Int32) -> Step:
-        """The step in which ``seqs[i]`` computes its next ``counts[i]`` tokens."""
+    def build(
+        self,
+        seqs: list[WorkerSequence],
+        counts: Sequence[int] | Int32,
+        rows: Rows | None = None,
+    ) -> Step:
+        """The step in which ``seqs[i]`` computes its next ``counts[i]`` tokens. ``rows``: theirs,
+        where they are known.
+        """
         self._number += 1
-        rows = rows_of(seqs)
+        rows = rows_of(seqs) if rows is None else rows
         table = self._sequences.table
         plan = build_plan(table, self._number, rows, np.asarray(counts, np.int32))
         step = Step(seqs, rows, plan)

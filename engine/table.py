@@ -144,7 +144,7 @@ def build_plan(table: SequenceTable, step: int, rows: Rows, query_lens: Int32) -
         query_lens=query_lens,
         context_lens=context.astype(np.int32),
         block_tables=table.blocks[rows, :max_blocks],
-        sampled=np.repeat(sampled, counts).astype(np.int32),
+        sampled=_each(sampled, counts).astype(np.int32),
         sampling=_sampling_rows(table, rows[sampled], counts),
     )
 
@@ -160,6 +160,15 @@ def _next_tokens(table: SequenceTable, rows: Rows, context: Int64, query_lens: I
     return token_ids
 
 
+def _are_several(counts: Int32) -> bool:
+    return bool(counts.size) and int(counts.max()) > 1
+
+
+def _each(values: Int64, counts: Int32) -> Int64:
+    """``values[i]`` ``counts[i]`` times, which is once almost always."""
+    return np.repeat(values, counts) if _are_several(counts) else values
+
+
 def within_groups(counts: Int32) -> Int32:
     """0, 1, ... counts[i] - 1 of each group after the other."""
     starts = np.cumsum(counts) - counts
@@ -169,7 +178,7 @@ def within_groups(counts: Int32) -> Int32:
 def _sampling_rows(table: SequenceTable, rows: Rows, counts: Int32) -> SamplingRows:
     """One per sample of each row: they differ in the sample index alone."""
     sample_index = table.sample_index[rows]
-    if counts.size and int(counts.max()) > 1:
+    if _are_several(counts):
         sample_index = np.repeat(sample_index, counts) + within_groups(counts)
         rows = np.repeat(rows, counts)
     return SamplingRows(

@@ -13,6 +13,7 @@ def uploaded(array: NDArray[np.generic], device: torch.device | str) -> torch.Te
     On the CPU the tensor shares the array's memory.
     """
     host = torch.from_numpy(array)
-    if torch.device(device).type == "cuda":
-        return host.pin_memory().to(device, non_blocking=True)
-    return host.to(device)
+    kind = torch.device(device).type
+    if kind == "cpu":
+        return host
+    return (host.pin_memory() if kind == "cuda" else host).to(device, non_blocking=kind == "cuda")
