@@ -94,7 +94,6 @@ def share_row(
     }
 
 
-@torch.inference_mode()
 def _measure(decoder: Decoder, spec: ModelSpec, sizes: StepSizes, cache: torch.dtype) -> StepTimes:
     blocks = -(-(sizes.context + 1) // BLOCK_SIZE)
     kv = PagedKV.allocate(
@@ -115,10 +114,11 @@ def _measure(decoder: Decoder, spec: ModelSpec, sizes: StepSizes, cache: torch.d
             attend(layer, heads)
 
     found = StepTimes(cache=cache, whole=[], attention=[])
-    runner.logits(plan)
-    for _ in range(sizes.repeats):
-        found.whole.append(_seconds(lambda: runner.logits(plan)))
-        found.attention.append(_seconds(attend_all))
+    with torch.inference_mode():
+        runner.logits(plan)
+        for _ in range(sizes.repeats):
+            found.whole.append(_seconds(lambda: runner.logits(plan)))
+            found.attention.append(_seconds(attend_all))
     return found
 
 

@@ -25,6 +25,7 @@ from kvferry.models.checkpoint import Checkpoint, fill_decoder
 from kvferry.models.convert import convert_folder, convert_gguf, dtype_name, is_ready
 from kvferry.models.decoder import Decoder
 from kvferry.models.fetch import SMOLLM2, embedded_gguf, hub_snapshot, pip_download
+from kvferry.models.fused_layers import fuse_layers
 from kvferry.models.packed import pack_weights, packed_weights
 from kvferry.models.parallel import Collectives, parallelise
 from kvferry.models.spec import read_spec
@@ -59,7 +60,10 @@ def load_model(
     decoder = fill_decoder(spec, checkpoint, dtype, backend, panels)
     if ranks is not None:
         parallelise(decoder, ranks)  # before the weights move: only the part goes to the device
-    return decoder.to(device)
+    decoder = decoder.to(device)
+    if backend is Backend.CPU:
+        fuse_layers(decoder)
+    return decoder
 
 
 def prepare(model: ModelConfig, progress: Callable[[str], None] = lambda stage: None) -> Path:

@@ -10,7 +10,7 @@
 
 #include "types.h"
 
-enum { ABI = 1 };
+enum { ABI = 2 };
 enum { NONE, AVX2, AVX512 };
 
 /* NO_LANES: tests build what there is on another kind of CPU. */
@@ -70,6 +70,26 @@ OPERATION(norm, norm_t)
 OPERATION(swiglu, swiglu_t)
 OPERATION(rotate, rotation_t)
 OPERATION(attention, attention_t)
+
+/* Operations on `rows` rows each, whatever their own number of rows says. */
+void kvferry_run(const step_t *steps, int64_t count, int64_t rows, int lanes, int workers)
+{
+    for (const step_t *step = steps; step < steps + count; step++) {
+        if (step->kind == PRODUCT) {
+            product_t call = *(const product_t *)step->call;
+            call.rows = rows;
+            kvferry_product(&call, lanes, workers);
+        } else if (step->kind == NORM) {
+            norm_t call = *(const norm_t *)step->call;
+            call.rows = rows;
+            kvferry_norm(&call, lanes, workers);
+        } else {
+            swiglu_t call = *(const swiglu_t *)step->call;
+            call.rows = rows;
+            kvferry_swiglu(&call, lanes, workers);
+        }
+    }
+}
 #else
 static int most_lanes(void)
 {

@@ -12,7 +12,7 @@ from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-ABI = 1
+ABI = 2
 """As in ``cpu_ops.c``: a library left behind by an older version is not used."""
 NAME = "_cpu_ops"
 _OPERATIONS = ("product", "norm", "swiglu", "rotate", "attention")
@@ -50,6 +50,7 @@ Cache = _struct(
     "Cache", "*k", "*v", "*k_scale", "*v_scale", "block_stride", "token_stride", "head_stride",
     "block_size", "heads", "head_dim", "type",
 )  # fmt: skip
+Step = _struct("Step", "kind", "*call")
 Attention = _struct(
     "Attention", "*q", "*out", "*cache", "*spans", "num_spans", "*tables", "table_stride", "group",
     "~scale", "*scratch", "scratch_stride",
@@ -80,6 +81,10 @@ class CpuOps:
         self.swiglu = found["swiglu"]
         self.rotate = found["rotate"]
         self.attention = found["attention"]
+        self.run = library.kvferry_run
+        """Takes an array of steps, how many they are, rows, the lanes and the number of threads."""
+        self.run.argtypes = (ctypes.c_void_p, *[ctypes.c_int64] * 2, *[ctypes.c_int] * 2)
+        self.run.restype = None
 
 
 @cache

@@ -42,7 +42,7 @@ def product(
         raise ValueError(f"x, weight: {x.dtype}, {weight.dtype}; must be float32")
     if bias is not None and (bias.shape != (panels * PANEL,) or not bias.is_contiguous()):
         raise ValueError(f"bias: {tuple(bias.shape)}, must be {panels * PANEL}, contiguous")
-    y = torch.empty(len(rows), panels * PANEL)
+    y = torch.empty(rows.shape[0], panels * PANEL)
     call = Product(
         rows.data_ptr(),
         rows.stride(0),
@@ -51,7 +51,7 @@ def product(
         None if bias is None else bias.data_ptr(),
         y.data_ptr(),
         y.stride(0),
-        len(rows),
+        rows.shape[0],
         depth,
         panels,
     )

@@ -66,8 +66,7 @@ def normed(
         weight.data_ptr(),
         total.data_ptr(),
         y.data_ptr(),
-        len(rows),
-        rows.shape[1],
+        *rows.shape,
         eps,
     )
     ops.norm(byref(call), ops.lanes, _workers(rows))

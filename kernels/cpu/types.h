@@ -52,6 +52,14 @@ typedef struct {
     int64_t rows, size;
 } swiglu_t;
 
+/* One of several operations on the same rows, in their order. */
+enum { PRODUCT, NORM, SWIGLU };
+
+typedef struct {
+    int64_t kind;
+    const void *call;
+} step_t;
+
 /* Heads of tokens, rotated by their positions, and put where `slots` says. */
 typedef struct {
     const float *x; /* [tokens, heads, head_dim] */

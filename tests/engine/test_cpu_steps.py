@@ -17,7 +17,8 @@ from kvferry.engine.runner import ModelRunner, attention_for
 from kvferry.kernels.cpu.library import cpu_ops
 from kvferry.kernels.cpu.panels import packed
 from kvferry.kernels.ops import Backend
-from kvferry.models.decoder import Decoder, Linear
+from kvferry.models.decoder import Decoder, Layer, Linear
+from kvferry.models.fused_layers import FusedLayer, fuse_layers
 from kvferry.models.spec import parse_spec
 
 pytestmark = pytest.mark.skipif(cpu_ops() is None, reason="the installation built no library")
@@ -40,6 +41,7 @@ def decoder_on(backend: Backend, dtype: torch.dtype = torch.float32) -> Decoder:
         for module in decoder.modules():
             if isinstance(module, Linear):
                 module.weight = nn.Parameter(packed(module.weight), requires_grad=False)
+        fuse_layers(decoder)
     return decoder.requires_grad_(False)
 
 
@@ -93,6 +95,17 @@ def alone(decoder: Decoder) -> list[torch.Tensor]:
     """Logits after 140 tokens of the prompt at once, and after each of those that follow."""
     one = Sequences(decoder, 1)
     return [one.step({0: part})[0] for part in (PROMPT[:140], *np.split(PROMPT[140:], 10))]
+
+
+def test_fused_layers_change_no_bit(decoder: Decoder) -> None:
+    """Against the same layers one operation at a time, whose parameters they are."""
+    plain = Decoder(SPEC, Backend.CPU)
+    assert dict(decoder.named_parameters()).keys() == dict(plain.named_parameters()).keys()
+    for name, parameter in decoder.named_parameters():
+        setattr(plain.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], parameter)
+    assert all(isinstance(layer, Layer) for layer in plain.model.layers)
+    assert all(isinstance(layer, FusedLayer) for layer in decoder.model.layers)
+    assert all(map(torch.equal, alone(decoder), alone(plain)))
 
 
 def test_the_cpus_own_code_attends(decoder: Decoder) -> None:
