@@ -113,6 +113,8 @@ class Admission:
         self._gate = gate
         self._give_back = give_back
         self._refuse = refuse
+        self._held_growth: tuple[int, bool] | None = None
+        """Of all that hold blocks, and whether any do; asked once per turn, and kept from then."""
 
     @property
     def num_waiting(self) -> int:
@@ -131,6 +133,7 @@ class Admission:
         Yields the reservations that hold blocks from now on, each to be granted before the next.
         """
         num_preempted = self.preemptions.total()
+        self._held_growth = None
         if self._gate.shut:
             self._ask_gate()
         self._make_room()
@@ -229,10 +232,17 @@ class Admission:
     def _has_room(self, seq: WorkerSequence, cached: list[BlockId], length: int, most: int) -> bool:
         """For its ``length`` tokens now, and what it grows to on its way to ``most``."""
         sequences, table, ledger = self._sequences, self._sequences.table, self._ledger
-        held = sequences.held_rows()
+        if self._held_growth is None:
+            held = sequences.held_rows()
+            lengths, most_of = table.length[held], table.max_length[held]
+            growth = ledger.growth(lengths, most_of, table.guaranteed[held])
+            self._held_growth = (growth, bool(held.size))
+        growth, is_held = self._held_growth
         fresh = sequences.blocks_for(length) - len(cached)
         # Acquiring cached blocks takes them out of what others could evict.
         free = sequences.pool.num_free - sequences.pool.num_free_among(cached)
-        growth = ledger.growth(table.length[held], table.max_length[held], table.guaranteed[held])
         own = ledger.growth_of(length, most, seq.guaranteed)
-        return ledger.admits(free, fresh, growth if held.size else None, own)
+        fits = ledger.admits(free, fresh, growth if is_held else None, own)
+        if fits:
+            self._held_growth = (growth + own, True)  # it is taken in next
+        return fits
