@@ -68,12 +68,14 @@ def load_model(
 
 def prepare(model: ModelConfig, progress: Callable[[str], None] = lambda stage: None) -> Path:
     """The ready folder of the configured model, see ``resolve``; its weights are packed for the CPU
-    where the cache has room for that, unless they are few.
+    where the cache has room for that, unless they are few
+    and need not be: products with panels are what makes float32 deterministic.
     """
     dtype = getattr(torch, model.dtype)
     folder = resolve(model.path, dtype, progress=progress)
     try:
-        if sum(path.stat().st_size for path in weight_files(folder)) >= LEAST_PACKED_NBYTES:
+        nbytes = sum(path.stat().st_size for path in weight_files(folder))
+        if nbytes >= LEAST_PACKED_NBYTES or model.deterministic:
             pack_weights(folder, dtype, progress=progress)
     except OSError as error:
         progress(f"the weights stay as they are, and products take longer: {error}")
