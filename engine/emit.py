@@ -64,7 +64,7 @@ def emit_tokens(
     """
     routers = table.router[rows]
     for incarnation, port in ports.items():
-        mine = np.flatnonzero(routers == incarnation)
+        mine = (routers == incarnation).nonzero()[0]
         if not mine.size:
             continue
         is_all = mine.size == rows.size

@@ -63,14 +63,15 @@ class StepArrays:
 
     @classmethod
     def of(cls, plan: StepPlan, block_size: int) -> StepArrays:
-        plan = _short_first(plan)
-        query_starts = np.zeros(len(plan.query_lens) + 1, dtype=np.int64)
-        np.cumsum(plan.query_lens, out=query_starts[1:])
+        plan, num_short = _short_first(plan)
+        num_seqs = len(plan.query_lens)
+        query_starts = np.zeros(num_seqs + 1, dtype=np.int64)
+        plan.query_lens.cumsum(dtype=np.int64, out=query_starts[1:])
         positions = np.arange(len(plan.token_ids), dtype=np.int64)
-        positions += np.repeat(plan.context_lens - query_starts[:-1], plan.query_lens)
-        seqs = np.repeat(np.arange(len(plan.query_lens)), plan.query_lens)
-        slots = plan.block_tables[seqs, positions // block_size].astype(np.int64) * block_size
-        slots += positions % block_size
+        positions += (plan.context_lens - query_starts[:-1]).repeat(plan.query_lens)
+        seqs = np.arange(num_seqs).repeat(plan.query_lens)
+        blocks = positions // block_size
+        slots = positions + (plan.block_tables[seqs, blocks] - blocks) * block_size
         return cls(
             token_ids=plan.token_ids,
             positions=positions,
@@ -79,7 +80,7 @@ class StepArrays:
             query_starts=query_starts,
             context_lens=plan.context_lens,
             block_tables=plan.block_tables,
-            num_short=int((plan.query_lens <= SHORT_QUERY_LEN).sum()),
+            num_short=num_short,
         )
 
     def on(self, device: torch.device | str) -> StepTensors:
@@ -95,17 +96,18 @@ class StepArrays:
         )
 
 
-def _short_first(plan: StepPlan) -> StepPlan:
-    """The same step with its short sequences before the others."""
+def _short_first(plan: StepPlan) -> tuple[StepPlan, int]:
+    """The same step with its short sequences before the others, and how many these are."""
     is_long = plan.query_lens > SHORT_QUERY_LEN
-    if not (is_long[:-1] & ~is_long[1:]).any():
-        return plan
+    num_short = len(is_long) - int(np.count_nonzero(is_long))
+    if is_long[num_short:].all():
+        return plan, num_short
     order = np.argsort(is_long, kind="stable")
     query_lens = plan.query_lens[order]
     starts = np.cumsum(plan.query_lens, dtype=np.int64) - plan.query_lens
     new_starts = np.cumsum(query_lens, dtype=np.int64) - query_lens
     tokens = np.arange(len(plan.token_ids)) + np.repeat(starts[order] - new_starts, query_lens)
-    return replace(
+    ordered = replace(
         plan,
         token_ids=plan.token_ids[tokens],
         query_lens=query_lens,
@@ -113,6 +115,7 @@ def _short_first(plan: StepPlan) -> StepPlan:
         block_tables=plan.block_tables[order],
         sampled=np.argsort(order)[plan.sampled].astype(np.int32),
     )
+    return ordered, num_short
 
 
 def token_slots(block_tables: Int32, lengths: Int64, block_size: int) -> Int64:

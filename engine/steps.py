@@ -104,8 +104,8 @@ class Stepper:
         context = step.plan.context_lens
         computed = context + step.plan.query_lens
         table.computed[step.rows] = computed
-        size = table.block_size
-        full = (computed // size > context // size).nonzero()[0]
+        # Those that have passed the end of a block.
+        full = (computed % table.block_size < step.plan.query_lens).nonzero()[0]
         sequences.publish_all([step.seqs[i] for i in full.tolist()], computed[full].tolist())
         rows, sampled = step.sampled_rows, step.plan.sampled
         # Of several samples of a row the first is its own.

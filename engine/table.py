@@ -135,7 +135,7 @@ def build_plan(table: SequenceTable, step: int, rows: Rows, query_lens: Int32) -
     edits and log-probabilities are the caller's to add.
     """
     context = table.computed[rows]
-    sampled = np.flatnonzero(context + query_lens == table.length[rows])
+    sampled = (context + query_lens == table.length[rows]).nonzero()[0]
     counts = table.num_samples[rows[sampled]]
     max_blocks = int(table.num_blocks[rows].max()) if rows.size else 0
     return StepPlan(
@@ -151,7 +151,7 @@ def build_plan(table: SequenceTable, step: int, rows: Rows, query_lens: Int32) -
 
 def _next_tokens(table: SequenceTable, rows: Rows, context: Int64, query_lens: Int32) -> Int64:
     """The next ``query_lens[i]`` tokens of each row: most rows have one, few have many."""
-    ends = np.cumsum(query_lens)
+    ends = query_lens.cumsum()
     token_ids = np.empty(int(ends[-1]) if ends.size else 0, np.int64)
     token_ids[ends - query_lens] = table.tokens[rows, context]
     for i in (query_lens > 1).nonzero()[0].tolist():
