@@ -14,10 +14,12 @@ from fake_engine_model import expected
 from local_system import fake_backend, local_config
 from role_ports import ROUTER
 
+from kvferry.cache.block_pool import BlockState
 from kvferry.core.ids import AttemptKey, RequestId
 from kvferry.decode_worker.admission import Ledger
 from kvferry.decode_worker.batch import DecodeBatch
 from kvferry.decode_worker.role import DecodeRole
+from kvferry.engine.fake_runner import WrongKV
 from kvferry.engine.loop import StepLoop
 from kvferry.engine.plan import LayerDone, StepPlan, StepResult
 from kvferry.engine.ports import FromRouter, Relief, SessionOpened
@@ -60,9 +62,11 @@ class PressureGate:
         self.shut = False
         self.wants: dict[int, Relief] = {}
         """Request -> what becomes of it before the next step."""
+        self.keeps: set[int] = set()
+        """Requests that stay in host memory."""
 
     def holds(self, state: str, key: AttemptKey) -> bool:
-        return False
+        return state == State.SWAPPED and key.request in self.keeps
 
     def preempts(self, key: AttemptKey, computed: int, length: int) -> Relief | None:
         return self.wants.pop(key.request, None)
@@ -87,6 +91,8 @@ class PressureRig:
         self.requests: list[Request] = []
         self.unsent: deque[Request] = deque()
         self.steps = 0
+        self.wrong: list[WrongKV] = []
+        """Steps that met other KV than there should be: the loop takes them for steps that fail."""
         self.fail = fail
         config = local_config(
             decode={"max_batch_seqs": max_batch_seqs, "prefix_cache": prefix_cache}
@@ -135,6 +141,11 @@ class PressureRig:
             request.outcome = "cancelled"
             self._say(cancel=pb.Cancel(key=request.key))
 
+    def send_again(self, request: Request) -> None:
+        """As if its attempt had failed."""
+        self._say(cancel=pb.Cancel(key=request.key))
+        self.unsent.append(request)
+
     def preempt(self, request: Request, relief: Relief) -> None:
         """Before the next step, if it computes then."""
         self.gate.shut = True
@@ -162,12 +173,19 @@ class PressureRig:
         self.steps += 1
         if self.fail is not None and self.fail.randrange(8) == 0:
             raise RuntimeError("the device fell over")
+        for block in plan.swap_out[:, 0].tolist():
+            # Whatever else is written to it may be written before it is copied.
+            assert self.pool.state(block) not in (BlockState.FREE, BlockState.RESERVED)
         for seq, start, count in zip(
             self.batch.planned.seqs, plan.context_lens, plan.query_lens, strict=True
         ):
             request = self.requests[seq.key.request - 1]
             request.computed.update(range(int(start), int(start + count)))
-        return self.backend.runner.execute(plan, layer_done)
+        try:
+            return self.backend.runner.execute(plan, layer_done)
+        except WrongKV as error:
+            self.wrong.append(error)
+            raise
 
     def send(self, message: pb.WorkerMessage) -> None:
         """The router hears."""
@@ -197,6 +215,7 @@ class PressureRig:
 
     def check(self) -> None:
         """What holds between any two turns."""
+        assert not self.wrong
         counts = self.pool.counts()
         assert counts.total == self.pool.num_blocks
         assert counts.fenced == self.pool.num_fences == 0, "no step is under way"

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from pressure_rig import MAX_MODEL_LEN, PressureRig, Request
 
+from kvferry.decode_worker.scheduler import victims
 from kvferry.engine.ports import Relief
 from kvferry.engine.sequences import State
 
@@ -49,6 +50,83 @@ def test_sequences_that_outgrow_the_pool_all_finish(
         assert max(request.computed.values()) <= 1 + request.given_back <= 2
     if slots == 100:
         assert {max(request.computed.values()) for request in rig.requests} == {1}
+
+
+def all_ran(rig: PressureRig, num_turns: int = 4) -> None:
+    for _ in range(num_turns):
+        rig.turn()
+    assert {rig.state(request) for request in rig.requests} == {State.DECODING}
+
+
+def test_swapped_sequences_come_back_oldest_first_and_before_anybody_new() -> None:
+    rig = PressureRig(16, 40, growth_tokens=1, max_batch_tokens=64, prefix_cache=False)
+    first, second, third = (rig.submit(prompt(i, 15), 12) for i in range(3))
+    all_ran(rig)
+    for request in (second, third, first):
+        rig.preempt(request, Relief.SWAP)
+    rig.turn()
+    assert {rig.state(request) for request in rig.requests} == {State.SWAPPED}
+    tiny = rig.submit(prompt(9, 2), 2)
+    rig.gate.keeps = {second.number}
+    rig.turn()
+    # There is room for all; one that is held back holds back those behind it.
+    states = [rig.state(request) for request in (first, second, third, tiny)]
+    assert states == [State.DECODING, State.SWAPPED, State.SWAPPED, State.WAITING]
+    rig.gate.keeps = set()
+    rig.turn()
+    assert [rig.state(request) for request in (second, third)] == [State.DECODING] * 2
+    finish(rig)
+    rig.check_end()
+
+
+def test_a_request_is_as_old_as_its_first_attempt() -> None:
+    """Its router sends it out again, later than others came: those are newer still."""
+    rig = PressureRig(16, 40, growth_tokens=1, max_batch_tokens=64, prefix_cache=False)
+    old, new = (rig.submit(prompt(i, 15), 40) for i in range(2))
+    all_ran(rig)
+    rig.send_again(old)
+    all_ran(rig)
+    while not rig.role.preemptions[Relief.SWAP]:
+        rig.turn()
+    assert (rig.state(old), rig.state(new)) == (State.DECODING, State.SWAPPED)
+
+
+def test_a_step_that_fails_gives_back_what_it_moved_and_no_more() -> None:
+    rig = PressureRig(20, 40, growth_tokens=1, max_batch_tokens=64, prefix_cache=False)
+    moved, *others = (rig.submit(prompt(i, 15), 20) for i in range(3))
+    all_ran(rig)
+    rig.preempt(moved, Relief.SWAP)
+    rig.fail = AlwaysFails()
+    rig.turn()
+    rig.fail = None
+    assert rig.state(moved) is None
+    assert [rig.state(request) for request in others] == [State.DECODING] * 2
+    finish(rig)
+    rig.check_end()
+    assert [request.given_back for request in rig.requests] == [1, 0, 0]
+
+
+class AlwaysFails(random.Random):
+    def randrange(self, *args: object, **kwargs: object) -> int:
+        return 0
+
+
+def chosen(lacking: str, guaranteed: str, num_free: int = 0, each: int = 2) -> list[int]:
+    """Sequences as characters, the oldest first; ``x``: yes."""
+    yes = [[c == "x" for c in text] for text in (lacking, guaranteed)]
+    return victims(*yes, lambda i: each, num_free)
+
+
+def test_the_newest_have_to_go_until_the_others_have_what_they_lack() -> None:
+    assert chosen("x....", ".....") == [4]
+    assert chosen("xxxx.", ".....") == [4, 3]  # one lacks less, and has what the other needs
+    assert chosen("xxxx.", ".....", num_free=3) == [4]
+    assert chosen("xxxx.", ".....", num_free=4) == []
+    assert chosen("x....", "....x") == [3]
+    assert chosen("x....", ".xxxx") == [0], "it cannot go on, and others may be longer than it"
+    assert chosen("xx", "xx") == []
+    assert chosen("x", ".") == []
+    assert chosen("xxx", "...", each=0) == [2, 1]
 
 
 def test_nobody_starves_however_long_others_keep_coming() -> None:
