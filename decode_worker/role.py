@@ -197,6 +197,7 @@ class DecodeRole:
             "dropped": self._receiver.counters,
             "endings": dict(self.endings),
             "link_events": self._receiver.tallies,
+            "preemptions": {str(k): n for k, n in dict(self._admission.preemptions).items()},
         }
 
     def _fail(self, seqs: list[WorkerSequence], message: str) -> None:

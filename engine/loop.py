@@ -43,6 +43,8 @@ class TransferCounts(TypedDict):
     endings: Mapping[str, int]
     """Leases and transfers."""
     link_events: Mapping[str, int]
+    preemptions: Mapping[str, int]
+    """Sequences that had to give up their blocks, by how."""
 
 
 class Role(Protocol):

@@ -170,7 +170,7 @@ class PrefillRole:
         return running, len(prompts) - running, self._batch.waiting_tokens
 
     def transfer_counts(self) -> TransferCounts:
-        return {"dropped": {}, "endings": dict(self.endings), "link_events": {}}
+        return {"dropped": {}, "endings": dict(self.endings), "link_events": {}, "preemptions": {}}
 
     def _prefill(self, port: RouterPort, prefill: pb.Prefill) -> None:
         key = AttemptKey(port.incarnation, RequestId(prefill.key.request), prefill.key.attempt)

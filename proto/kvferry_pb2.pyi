@@ -518,6 +518,26 @@ class WorkerStatus(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class PreemptionsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     WORKER_ID_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
@@ -531,6 +551,7 @@ class WorkerStatus(_message.Message):
     DROPPED_FIELD_NUMBER: _builtins.int
     ENDINGS_FIELD_NUMBER: _builtins.int
     LINK_EVENTS_FIELD_NUMBER: _builtins.int
+    PREEMPTIONS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: _builtins.str
     """"prefill", "decode" or "both"."""
@@ -557,6 +578,12 @@ class WorkerStatus(_message.Message):
     def link_events(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """What else happened on its KV links since it started, by kind."""
 
+    @_builtins.property
+    def preemptions(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Sequences that had to give up their blocks since it started, by how: "swap" to host memory, or
+        "give back" to be computed again.
+        """
+
     def __init__(
         self,
         *,
@@ -573,10 +600,11 @@ class WorkerStatus(_message.Message):
         dropped: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         endings: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         link_events: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        preemptions: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "blocks", b"blocks", "dropped", b"dropped", "endings", b"endings", "link_events", b"link_events", "reason", b"reason", "role", b"role", "running", b"running", "session_address", b"session_address", "state", b"state", "steps", b"steps", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "blocks", b"blocks", "dropped", b"dropped", "endings", b"endings", "link_events", b"link_events", "preemptions", b"preemptions", "reason", b"reason", "role", b"role", "running", b"running", "session_address", b"session_address", "state", b"state", "steps", b"steps", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

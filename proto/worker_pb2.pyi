@@ -1271,6 +1271,26 @@ class Load(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class PreemptionsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     RUNNING_FIELD_NUMBER: _builtins.int
     WAITING_FIELD_NUMBER: _builtins.int
     FREE_FIELD_NUMBER: _builtins.int
@@ -1284,6 +1304,7 @@ class Load(_message.Message):
     DROPPED_FIELD_NUMBER: _builtins.int
     ENDINGS_FIELD_NUMBER: _builtins.int
     LINK_EVENTS_FIELD_NUMBER: _builtins.int
+    PREEMPTIONS_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     waiting: _builtins.int
     free: _builtins.int
@@ -1308,6 +1329,10 @@ class Load(_message.Message):
     def link_events(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """What else happened on KV links since the worker started, by kind."""
 
+    @_builtins.property
+    def preemptions(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Sequences that had to give up their blocks since the worker started, by how."""
+
     def __init__(
         self,
         *,
@@ -1324,10 +1349,11 @@ class Load(_message.Message):
         dropped: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         endings: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         link_events: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        preemptions: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "dropped", b"dropped", "endings", b"endings", "fenced", b"fenced", "free", b"free", "in_use", b"in_use", "link_events", b"link_events", "reserved", b"reserved", "running", b"running", "stalled_s", b"stalled_s", "steps", b"steps", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "dropped", b"dropped", "endings", b"endings", "fenced", b"fenced", "free", b"free", "in_use", b"in_use", "link_events", b"link_events", "preemptions", b"preemptions", "reserved", b"reserved", "running", b"running", "stalled_s", b"stalled_s", "steps", b"steps", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

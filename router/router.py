@@ -213,4 +213,5 @@ def _worker_status(view: WorkerView) -> kvferry_pb2.WorkerStatus:
         dropped=load.dropped,
         endings=load.endings,
         link_events=load.link_events,
+        preemptions=load.preemptions,
     )

@@ -76,6 +76,7 @@ def _by_worker(status: kvferry_pb2.StatusResponse) -> Iterator[Family]:
         ("dropped", "transfer_dropped", "KV offers and slabs not taken, by reason.", "reason"),
         ("endings", "transfer_endings", "KV leases and transfers ended, by how.", "ending"),
         ("link_events", "link_events", "What else happened on KV links, by kind.", "event"),
+        ("preemptions", "preemptions", "Sequences that had to give up blocks, by how.", "how"),
     ):
         family = CounterMetricFamily(f"kvferry_{name}", help_text, labels=("worker", label))
         for worker in status.workers:

@@ -65,6 +65,7 @@ STATUS = kvferry_pb2.StatusResponse(
             dropped={"damaged": 2},
             endings={"complete": 5, "failed: timeout": 1},
             link_events={"resend": 6},
+            preemptions={"swap": 4},
         )
     ],
     links=[
@@ -91,6 +92,7 @@ SAMPLES = [
     ("kvferry_transfer_endings_total", {"worker": "decode-0", "ending": "complete"}, 5),
     ("kvferry_transfer_endings_total", {"worker": "decode-0", "ending": "failed: timeout"}, 1),
     ("kvferry_link_events_total", {"worker": "decode-0", "event": "resend"}, 6),
+    ("kvferry_preemptions_total", {"worker": "decode-0", "how": "swap"}, 4),
     (
         "kvferry_link_bytes_per_second",
         SHM | {"prefill_worker": "prefill-0", "decode_worker": "decode-0"},

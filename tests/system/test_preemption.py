@@ -46,6 +46,8 @@ def test_sequences_that_outgrow_the_pool_all_finish(
     assert {request.outcome for request in rig.requests} == {"done"}
     swaps, returns = rig.role.preemptions[Relief.SWAP], rig.role.preemptions[Relief.GIVE_BACK]
     assert (swaps > 0, returns > 0) == (slots > 0, slots < 100)
+    told = {str(relief): count for relief, count in rig.role.preemptions.items()}
+    assert rig.loop.load().preemptions == told
     for request in rig.requests:
         assert max(request.computed.values()) <= 1 + request.given_back <= 2
     if slots == 100:
