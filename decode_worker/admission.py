@@ -67,7 +67,8 @@ class Ledger:
         ``guaranteed`` ones to their end at ``most``.
         """
         ahead = np.minimum(lengths + self.growth_tokens, most)
-        ahead = np.where(guaranteed, np.maximum(most, lengths), ahead)
+        if guaranteed.any():
+            ahead = np.where(guaranteed, np.maximum(most, lengths), ahead)
         return int((self._blocks(ahead) - self._blocks(lengths)).sum())
 
     def growth_of(self, length: int, most: int, guaranteed: bool) -> int:

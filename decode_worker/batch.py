@@ -130,7 +130,8 @@ class DecodeBatch:
         query_lens = np.ones(len(seqs), np.int32)
         query_lens[len(decoding) :] = counts
         rows = self._rows_of_running() if decoding is self.running else rows_of(decoding)
-        self._step = self._stepper.build(seqs, query_lens, np.append(rows, rows_of(prompts)))
+        rows = np.concatenate([rows, rows_of(prompts)]) if prompts else rows
+        self._step = self._stepper.build(seqs, query_lens, rows)
         return self._step.plan
 
     def commit(self, result: StepResult) -> tuple[StepTokens, list[FirstToken]]:
