@@ -154,7 +154,7 @@ def engine_step(limit_s: float) -> Found:
 
 def graphs_step(limit_s: float) -> Found:
     """Decode steps as CUDA graphs, equal to eager ones and timed beside them."""
-    rows, claims = check_graphs(require_cuda())
+    rows, claims = check_graphs(require_cuda(), budget_s=limit_s)
     return Found(rows=rows, claims=claims)
 
 
