@@ -101,3 +101,24 @@ async def test_neighbours_of_a_preempted_request_hear_nothing_of_it(
             assert await pair == expected
             await asyncio.gather(gone, return_exceptions=True)
         await system.settled()
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn", "float32"])
+async def test_other_types_of_caches_come_back_from_host_memory_whole(
+    kv_dtype: str, tiny: TinyModel
+) -> None:
+    """Elements and scales: the answer is that of the same cache without pressure."""
+    config = local_config(
+        model={"dtype": "float64", "kv_dtype": kv_dtype},
+        prefill={"workers": 0},
+        decode={"role": "both", "block_size": 4, "prefix_cache": False, "max_batch_tokens": 5},
+    )
+    gate = PreemptAt(Relief.SWAP)
+    backends = tiny.backends(kv_dtype=kv_dtype, swap_tokens=512)
+    async with local_system(config, backends, decode_gate=gate) as system:
+        calm = await system.generate(PROMPT, **SAMPLINGS["seeded"])
+        for computed in (4, len(PROMPT), len(PROMPT) + 5):
+            gate.arm(computed)
+            assert await system.generate(PROMPT, **SAMPLINGS["seeded"]) == calm
+        assert gate.num_taken == 3
+        await system.settled()
