@@ -127,6 +127,7 @@ class FusedLayer(nn.Module):
         calls, buffers, threads = self._calls, shared.buffers, torch.get_num_threads()
         shared.ops.run(calls.first, len(calls.first), rows, shared.ops.lanes, threads)
         attended = attend(self.self_attn.layer, self._heads(buffers.heads[:rows], rotation))
+        attended = attended.contiguous()
         calls.o_proj.x = attended.data_ptr()
         shared.ops.run(calls.second, len(calls.second), rows, shared.ops.lanes, threads)
         return buffers.x[:rows], buffers.total[:rows]
@@ -160,7 +161,9 @@ class FusedLayer(nn.Module):
 
 
 def fuse_layers(decoder: Decoder) -> None:
-    """Fuse all layers of a decoder, in place, where the library does everything that is in them."""
+    """Fuse all layers of a decoder, in place, where the library does everything that is in them.
+    From then on it runs one step at a time.
+    """
     ops, layers = cpu_ops(), decoder.model.layers
     if ops is None or not all(_can_be_fused(layer) for layer in layers):
         return

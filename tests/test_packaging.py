@@ -117,12 +117,13 @@ def test_the_wheel_carries_its_types_and_protocols(installed: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
-def test_the_wheel_carries_the_compiled_pack_for_every_python(installed: Path) -> None:
-    folder = installed / "kvferry" / "kernels" / "kv_pack"
-    assert [path.name for path in folder.glob("*.so")] == ["_host_pack.abi3.so"]
+def test_the_wheel_carries_the_compiled_libraries_for_every_python(installed: Path) -> None:
+    kernels = installed / "kvferry" / "kernels"
+    found = {path.relative_to(kernels).as_posix() for path in kernels.rglob("*.so")}
+    assert found == {"kv_pack/_host_pack.abi3.so", "cpu/_cpu_ops.abi3.so"}
 
 
-def test_without_a_compiler_the_wheel_lacks_the_compiled_pack_alone(
+def test_without_a_compiler_the_wheel_lacks_the_compiled_libraries_alone(
     sources: Path, tmp_path: Path
 ) -> None:
     wheel = build_wheel(sources, tmp_path, CC="/bin/false")

@@ -105,9 +105,9 @@ TARGET static void NAME(norm_row)(const norm_t *p, int64_t row)
 /* Halves of the first 2 * half elements of each head, turned. */
 TARGET static void NAME(rotate_row)(const rotation_t *p, int64_t row)
 {
-    const float *x = p->x + row * p->x_stride;
+    const float *restrict x = p->x + row * p->x_stride;
     int64_t slot = p->slots ? p->slots[row] : row;
-    float *y = p->y + slot * p->y_stride;
+    float *restrict y = p->y + slot * p->y_stride;
     if (slot < 0)
         return;
     const float *restrict cos = p->cos + row * p->half, *restrict sin = p->sin + row * p->half;

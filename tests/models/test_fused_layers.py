@@ -43,7 +43,8 @@ def hidden(decoder: Decoder, count: int) -> Tensor:
 
     def attend(layer: int, heads: Heads) -> Tensor:
         q, k = heads.rotated()
-        return q + (k + heads.v).repeat_interleave(3, dim=1) * (layer + 1)
+        out = q + (k + heads.v).repeat_interleave(3, dim=1) * (layer + 1)
+        return out.transpose(0, 1).contiguous().transpose(0, 1)
 
     token_ids = torch.arange(count) % 64
     with torch.inference_mode():
