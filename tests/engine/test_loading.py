@@ -8,7 +8,8 @@ import pytest
 import torch
 from tiny_models import VOCAB_SIZE, save, tiny_model
 
-from kvferry.core.config import ModelConfig, PoolConfig
+from kvferry.cache.paged import PagedKV
+from kvferry.core.config import DecodeConfig, ModelConfig, PoolConfig, PrefillConfig
 from kvferry.core.errors import ConfigError, StartupError
 from kvferry.engine.loading import allocate_kv, load_backend, load_part
 from kvferry.engine.memory import stated_budget
@@ -38,6 +39,26 @@ def test_all_ranks_have_as_many_blocks_whatever_heads_they_hold(folder: Path, tp
     assert all(cache.tensor.nbytes <= pool.kv_memory for cache in caches)
     fullest = max(cache.tensor.nbytes for cache in caches)
     assert fullest + fullest // caches[0].num_blocks > pool.kv_memory
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_host_memory_holds_as_many_blocks_on_all_ranks_and_none_where_there_is_none(
+    folder: Path, tp: int
+) -> None:
+    spec = read_spec(folder)
+    budget = stated_budget(2**20, "p")
+    shards = [shard_of(spec, rank, tp) for rank in range(tp)]
+
+    def caches(pool: PoolConfig) -> list[PagedKV]:
+        ranks = range(tp)
+        return [allocate_kv(spec, torch.float32, pool, budget, shards, rank) for rank in ranks]
+
+    for cache in caches(DecodeConfig(block_size=4, swap_memory="128KiB")):
+        assert cache.num_host_slots == caches(PoolConfig(block_size=4))[0].num_blocks // 8 > 0
+        assert cache.host is not None
+        assert cache.host.nbytes <= 2**17
+    for pool in (DecodeConfig(block_size=4, swap_memory=0), PrefillConfig(block_size=4)):
+        assert {cache.num_host_slots for cache in caches(pool)} == {0}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
