@@ -5,10 +5,11 @@ Blocks that run, are reserved or in flight are out of the pool already, so the p
 less the growth to come is what a newcomer may take.
 
 NOTE on progress. After each admission there is room for the next ``growth_tokens`` of all that
-hold blocks: whoever is let in computes as many tokens before anybody has to go. A sequence that was
-given back once comes in *guaranteed*: with room to its end, and it is never made to go again. What
-all guaranteed ones hold and will need is never more than the pool, so that with the others gone
-they finish. So each request is computed at most twice, however scarce blocks are.
+hold blocks: nobody has to go in as many steps, so that moving KV back and forth costs a bounded
+share of what is computed in between. A sequence that was given back once comes in *guaranteed*:
+with room to its end, and it is never made to go again. What all guaranteed ones hold and will need
+is never more than the pool, so that with the others gone they finish. So each request is computed
+at most twice, however scarce blocks are.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from pressure_rig import MAX_MODEL_LEN, PressureRig, Request
 
+from kvferry.core.ids import RequestId
 from kvferry.decode_worker.scheduler import victims
 from kvferry.engine.ports import Relief
 from kvferry.engine.sequences import State
@@ -52,6 +53,26 @@ def test_sequences_that_outgrow_the_pool_all_finish(
         assert max(request.computed.values()) <= 1 + request.given_back <= 2
     if slots == 100:
         assert {max(request.computed.values()) for request in rig.requests} == {1}
+
+
+@pytest.mark.parametrize("growth", [1, 4, 16])
+def test_nobody_has_to_go_in_the_steps_that_the_ledger_keeps_room_for(growth: int) -> None:
+    rng = random.Random(growth)
+    rig = PressureRig(18, 200, growth_tokens=growth)
+    admitted_at, num_preempted = 0, 0
+    holders: set[RequestId] = set()
+    for turn in range(600):
+        while sum(not request.outcome for request in rig.requests) < 6:
+            rig.submit(prompt(rng.randrange(90), rng.randint(1, 30)), rng.randint(1, 30))
+        rig.turn()
+        if rig.role.preemptions[Relief.SWAP] > num_preempted:
+            assert turn - admitted_at >= growth
+            num_preempted = rig.role.preemptions[Relief.SWAP]
+        now = {seq.key.request for seq in rig.sequences if seq.blocks}
+        if now - holders:
+            admitted_at = turn
+        holders = now
+    assert num_preempted, "nobody had to go at all"
 
 
 def all_ran(rig: PressureRig, num_turns: int = 4) -> None:
