@@ -78,6 +78,8 @@ def iter_chain(root: BlockHash, tokens: TokenIds, block_size: int) -> Iterator[B
 
 
 def _token_bytes(tokens: TokenIds) -> bytes:
+    if isinstance(tokens, np.ndarray) and tokens.dtype is _TOKEN:
+        return tokens.tobytes()
     return np.asarray(tokens, dtype=_TOKEN).tobytes()
 
 

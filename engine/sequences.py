@@ -250,8 +250,7 @@ class Sequences:
 
     def held_rows(self) -> Rows:
         """Rows of the sequences that hold blocks."""
-        rows = np.fromiter(self.by_row, np.int64, len(self.by_row))
-        held: Rows = rows[self.table.num_blocks[rows] > 0]
+        held: Rows = self.table.num_blocks.nonzero()[0]
         return held
 
     def fill_reserved(self, seq: WorkerSequence) -> None:

@@ -95,6 +95,7 @@ class SequenceTable:
         return row
 
     def give_back(self, row: int) -> None:
+        self.num_blocks[row] = 0
         self._free.append(row)
 
     def set_blocks(self, row: int, blocks: Sequence[int]) -> None:
