@@ -20,7 +20,8 @@ PEER_TIMEOUT_S = 1800
 def vllm_rates(python: str, folder: Path, vocab_size: int, sizes: Sizes, threads: int) -> Rates:
     """Run vLLM in the interpreter that has it. Raises StartupError with its last words."""
     wanted = dataclasses.asdict(sizes) | {"folder": str(folder), "vocab_size": vocab_size}
-    output = _run([python, str(Path(vllm_peer.__file__))], threads, json.dumps(wanted))
+    # -P: the files beside the script are not modules of that interpreter, whatever their names.
+    output = _run([python, "-P", str(Path(vllm_peer.__file__))], threads, json.dumps(wanted))
     return parse_vllm(output)
 
 

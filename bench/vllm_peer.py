@@ -28,6 +28,8 @@ def main() -> None:
         max_model_len=max(wanted["prefill_len"], wanted["prompt_len"] + wanted["num_tokens"]) + 1,
         max_num_seqs=max(wanted["batches"]),
         enable_prefix_caching=False,
+        # Of the host's memory, on a CPU: others have some of it too.
+        gpu_memory_utilization=0.4,
         disable_log_stats=True,
     )
     print(MARK + json.dumps(measure(vllm, engine, wanted)), flush=True)

@@ -95,7 +95,7 @@ def test_vllm_gets_its_sizes_on_stdin(tmp_path: Path) -> None:
     python = program(
         tmp_path / "python",
         "import json, sys\nwanted = json.load(sys.stdin)\n"
-        "print('RESULT ' + json.dumps({'name': sys.argv[1], 'prefill': [wanted['prefill_len']],"
+        "print('RESULT ' + json.dumps({'name': sys.argv[-1], 'prefill': [wanted['prefill_len']],"
         " 'decode': {b: [wanted['vocab_size']] for b in wanted['batches']}}))\n",
     )
     rates = vllm_rates(python, tmp_path, 96, SIZES, threads=2)
