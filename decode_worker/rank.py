@@ -7,16 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvferry.core.config import Config
-from kvferry.core.ids import Incarnation
 from kvferry.engine.backend import Backend
 from kvferry.engine.follower import Follower
 from kvferry.engine.loading import load_follower
 from kvferry.kv_transfer.group.rank import ReceiverRank
+from kvferry.kv_transfer.handshake import LinkOptions
 from kvferry.kv_transfer.jobs import ReceiveEvent
-from kvferry.kv_transfer.layout import KvLayout
+from kvferry.kv_transfer.memory import KvMemory
 from kvferry.kv_transfer.pool_memory import pool_memory
 from kvferry.kv_transfer.receiver import KvReceiver
 from kvferry.kv_transfer.wire import layout_of, link_options, listeners
@@ -26,22 +25,17 @@ MakeReceiver = Callable[[Callable[[ReceiveEvent], None]], KvReceiver]
 
 def receiver_of(
     config: Config,
-    backend: Backend,
-    layout: KvLayout,
-    secret: str,
-    incarnation: Incarnation,
-    generations: NDArray[np.uint32],
-    rank: int = 0,
+    memory: KvMemory,
+    options: LinkOptions,
     clock: Callable[[], float] = time.monotonic,
 ) -> MakeReceiver:
-    """Builds one rank's receiver, given who hears its events. ``layout``: of all ranks' caches."""
+    """Builds one rank's receiver, given who hears its events."""
     pool = config.decode
-    memory = pool_memory(backend.kv, layout, generations, rank)
 
     def make(on_event: Callable[[ReceiveEvent], None]) -> KvReceiver:
         # A worker that prefills for itself takes no KV from outside.
         ways = listeners(config, pool.host) if pool.role == "decode" else []
-        return KvReceiver(memory, link_options(config, secret, incarnation), on_event, ways, clock)
+        return KvReceiver(memory, options, on_event, ways, clock)
 
     return make
 
@@ -53,9 +47,8 @@ class DecodeRank:
         """``backend``: this rank's part. Raises ConfigError, StartupError."""
         layout = layout_of(backend.kv, backend.num_kv_heads, config.decode.tp)
         generations = np.zeros(backend.kv.num_blocks, np.uint32)
-        make = receiver_of(
-            config, backend, layout, secret, follower.incarnation, generations, follower.rank
-        )
+        memory = pool_memory(backend.kv, layout, generations, follower.rank)
+        make = receiver_of(config, memory, link_options(config, secret, follower.incarnation))
         self._backend = backend
         self._follower = follower
         self._plane = ReceiverRank(make, generations, follower.event)

@@ -21,10 +21,12 @@ from kvferry.engine.session import SessionServer
 from kvferry.engine.wiring import build_parts, session_settings, worker_hello
 from kvferry.kv_transfer.group.ranks import Ranks
 from kvferry.kv_transfer.group.receiver import GroupReceiver
+from kvferry.kv_transfer.pool_memory import pool_memory
 from kvferry.kv_transfer.wire import (
     endpoint_messages,
     layout_message,
     layout_of,
+    link_options,
 )
 
 
@@ -53,7 +55,12 @@ class DecodeWorker:
         incarnation = Incarnation(self.hello.incarnation)
         live = parts.pool.generations
         self.receiver = GroupReceiver(
-            receiver_of(config, backend, layout, secret, incarnation, live, clock=clock),
+            receiver_of(
+                config,
+                pool_memory(backend.kv, layout, live),
+                link_options(config, secret, incarnation),
+                clock,
+            ),
             Ranks(backend.tp - 1, backend.order, live),
             lambda event: self.loop.post(event),
             backend.rank_endpoints,

@@ -7,17 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvferry.core.config import Config
-from kvferry.core.ids import Incarnation
 from kvferry.engine.backend import Backend
 from kvferry.engine.follower import Follower
 from kvferry.engine.loading import load_follower
 from kvferry.kv_transfer.endpoints import connect as connect_any
 from kvferry.kv_transfer.group.rank import SenderRank
+from kvferry.kv_transfer.handshake import LinkOptions
 from kvferry.kv_transfer.jobs import SendEvent
-from kvferry.kv_transfer.layout import KvLayout
+from kvferry.kv_transfer.memory import KvMemory
 from kvferry.kv_transfer.pool_memory import pool_memory
 from kvferry.kv_transfer.prober import Probed
 from kvferry.kv_transfer.push import Push
@@ -30,19 +29,13 @@ MakeSender = Callable[[Callable[[SendEvent], None]], KvSender]
 
 def sender_of(
     config: Config,
-    backend: Backend,
-    layout: KvLayout,
-    secret: str,
-    incarnation: Incarnation,
-    generations: NDArray[np.uint32],
-    rank: int = 0,
+    memory: KvMemory,
+    options: LinkOptions,
     clock: Callable[[], float] = time.monotonic,
     connect: Connect = connect_any,
     on_probed: Callable[[Probed], None] = lambda probed: None,
 ) -> MakeSender:
-    """Builds one rank's sender, given who hears its events. ``layout``: of all ranks' caches."""
-    memory = pool_memory(backend.kv, layout, generations, rank)
-    options = link_options(config, secret, incarnation)
+    """Builds one rank's sender, given who hears its events."""
     choices = link_choices(config)
 
     def make(on_event: Callable[[SendEvent], None]) -> KvSender:
@@ -59,9 +52,8 @@ class PrefillRank:
         """``backend``: this rank's part. Raises ConfigError."""
         layout = layout_of(backend.kv, backend.num_kv_heads, config.prefill.tp)
         generations = np.zeros(backend.kv.num_blocks, np.uint32)
-        make = sender_of(
-            config, backend, layout, secret, follower.incarnation, generations, follower.rank
-        )
+        memory = pool_memory(backend.kv, layout, generations, follower.rank)
+        make = sender_of(config, memory, link_options(config, secret, follower.incarnation))
         self._backend = backend
         self._follower = follower
         self._plane = SenderRank(make, layout.num_layers, generations, follower.event)

@@ -18,8 +18,9 @@ from kvferry.engine.wiring import build_parts, session_settings, worker_hello
 from kvferry.kv_transfer.endpoints import connect as connect_any
 from kvferry.kv_transfer.group.ranks import Ranks
 from kvferry.kv_transfer.group.sender import GroupSender
+from kvferry.kv_transfer.pool_memory import pool_memory
 from kvferry.kv_transfer.transport import Connect
-from kvferry.kv_transfer.wire import layout_message, layout_of
+from kvferry.kv_transfer.wire import layout_message, layout_of, link_options
 from kvferry.prefill_worker.admission import PromptAdmission
 from kvferry.prefill_worker.batch import PrefillBatch
 from kvferry.prefill_worker.rank import sender_of
@@ -52,13 +53,10 @@ class PrefillWorker:
         self.sender = GroupSender(
             sender_of(
                 config,
-                backend,
-                layout,
-                secret,
-                incarnation,
-                live,
-                clock=clock,
-                connect=connect,
+                pool_memory(backend.kv, layout, live),
+                link_options(config, secret, incarnation),
+                clock,
+                connect,
                 on_probed=lambda probed: self.loop.post(lambda: self.role.probed(probed)),
             ),
             Ranks(backend.tp - 1, backend.order, live),

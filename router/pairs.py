@@ -3,7 +3,7 @@
     RemotePair   Reserve on D ─▶ Prefill on P ══KV══▶ D, Start on D ─▶ tokens from D
     LocalPair    Reserve on D ─▶ Prefill on D ─▶ tokens from D
     PrefillOnly  Prefill on P, whose first token is the last
-    ForkedPair   first token and prompt of another choice, Reserve and Start on its D ─▶ tokens
+    ForkedPair   Reserve on the D of another choice, its first token from there too, Start ─▶ tokens
 
 Four small classes rather than one with flags; the spine cannot tell them apart.
 """
@@ -15,13 +15,13 @@ from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Protocol, Self
 
-from kvferry.core.errors import ProtocolError, WorkerBusy
+from kvferry.core.errors import AttemptFailed, ProtocolError, WorkerBusy
 from kvferry.core.request import FinishReason, Timeline, TokenStep
 from kvferry.proto import worker_pb2 as pb
 from kvferry.router.mailbox import Mailbox
 from kvferry.router.progress import Progress
 from kvferry.router.session import WorkerSession, token_logprob
-from kvferry.router.siblings import Fork
+from kvferry.router.siblings import FirstTokens, Place, Siblings
 from kvferry.router.side import Side
 
 AnotherPrefill = Callable[[Progress, set[WorkerSession]], Awaitable[WorkerSession]]
@@ -90,14 +90,19 @@ class _Attempt:
         self.finished = step.finish_reason is not None
         return step
 
-    def share(self, done: pb.PrefillDone, prefill: Side, decode: Side | None) -> None:
-        """Leave the first tokens of the other choices, and where their prompt is, to them."""
+    def meet(self, decode: Side | None) -> None:
+        """Tell the other choices of the prompt where its KV will be."""
         siblings = self.progress.siblings
-        if siblings is None or self.progress.sample_index:
-            return
-        holder = decode.session if decode is not None else None
-        worker, key = prefill.view.worker_id, self.progress.key()
-        siblings.share([Fork(_first_step(first), key, worker, holder) for first in done.more])
+        if siblings is not None and not self.progress.sample_index:
+            holder = decode.session if decode is not None else None
+            siblings.meet(Place(self.progress.key(), holder))
+
+    def share(self, done: pb.PrefillDone, prefill: Side) -> None:
+        """Leave the other choices their first tokens."""
+        siblings = self.progress.siblings
+        if siblings is not None and len(done.more) == siblings.num_choices - 1:
+            steps = [_first_step(first) for first in done.more]
+            siblings.share(FirstTokens(steps, prefill.view.worker_id))
 
     async def next_tokens(self, side: Side) -> TokenStep | None:
         while not self.finished:
@@ -191,6 +196,7 @@ class RemotePair:
             wire=hello.kv_wire,
             root_hash=hello.root_hash,
         )
+        self._attempt.meet(self._decode)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -205,7 +211,7 @@ class RemotePair:
         if not attempt.finished:
             # Before the client hears of the token: decode must never wait for a client.
             self._decode.start(done.token_id)
-        attempt.share(done, self._prefill.side, self._decode)
+        attempt.share(done, self._prefill.side)
         return step
 
     async def decode(self) -> TokenStep | None:
@@ -230,6 +236,7 @@ class LocalPair:
         except BaseException:
             self._side.release()
             raise
+        self._attempt.meet(self._side)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -243,7 +250,7 @@ class LocalPair:
             raise WorkerBusy(f"worker {self._side.view.worker_id} has no room")
         step = self._attempt.first_token(self._side, done)
         self._side.over = self._attempt.finished
-        self._attempt.share(done, self._side, self._side)
+        self._attempt.share(done, self._side)
         return step
 
     async def decode(self) -> TokenStep | None:
@@ -265,6 +272,7 @@ class PrefillOnly:
 
     async def __aenter__(self) -> Self:
         self._prefill.claim()
+        self._attempt.meet(None)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -275,7 +283,7 @@ class PrefillOnly:
         side = self._prefill.side
         step = self._attempt.first_token(side, done)
         side.over = True
-        self._attempt.share(done, side, None)
+        self._attempt.share(done, side)
         return step
 
     async def decode(self) -> TokenStep | None:
@@ -285,17 +293,23 @@ class PrefillOnly:
 
 
 class ForkedPair:
-    """A choice whose first token was sampled with another's: what of it is computed is there."""
+    """A choice whose prompt another one brings: it reserves as its fork, and waits for it."""
 
-    def __init__(self, progress: Progress, timeline: Timeline, fork: Fork) -> None:
+    def __init__(
+        self, progress: Progress, timeline: Timeline, siblings: Siblings, place: Place
+    ) -> None:
         self._attempt = _Attempt(progress, timeline)
-        self._fork = fork
+        self._siblings = siblings
+        self._place = place
         self._side: Side | None = None
-        self._is_started = False
-        if fork.decode is not None:
-            self._side = Side(fork.decode, progress, self._attempt.mailbox)
+        self._first_token: int | None = None
+        """Until the worker knows it."""
+        if place.decode is not None:
+            self._side = Side(place.decode, progress, self._attempt.mailbox)
 
     async def __aenter__(self) -> Self:
+        if self._side is not None:
+            self._side.reserve(self._attempt.spec, fork_of=self._place.parent)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -303,24 +317,27 @@ class ForkedPair:
             self._side.release()
 
     async def prefill(self) -> TokenStep:
-        attempt, step = self._attempt, self._fork.first
-        attempt.timeline.prefill_worker = self._fork.prefill_worker
+        attempt = self._attempt
+        firsts = await self._siblings.firsts()
+        if firsts is None:
+            raise AttemptFailed("the choice that was to bring the prompt has failed")
+        step = firsts.steps[attempt.progress.sample_index - 1]
+        attempt.timeline.prefill_worker = firsts.worker_id
         attempt.finished = step.finish_reason is not None
-        if self._side is not None and not attempt.finished:
-            self._side.reserve(attempt.spec, fork_of=self._fork.parent)
+        self._first_token = step.token_ids[0]
         return step
 
     async def decode(self) -> TokenStep | None:
-        side = self._side
-        if side is None:
-            if not self._attempt.finished:
-                raise ProtocolError("the last token came without a finish reason")
+        attempt, side = self._attempt, self._side
+        if attempt.finished:
             return None
-        if not (self._is_started or self._attempt.finished):
-            await self._attempt.granted(side)
-            side.start(self._fork.first.token_ids[0])
-            self._is_started = True
-        return await self._attempt.next_tokens(side)
+        if side is None:
+            raise ProtocolError("the last token came without a finish reason")
+        if self._first_token is not None:
+            await attempt.granted(side)
+            side.start(self._first_token)
+            self._first_token = None
+        return await attempt.next_tokens(side)
 
 
 def _first_step(first: pb.PrefillDone | pb.FirstToken) -> TokenStep:

@@ -1,9 +1,7 @@
-"""The choices of one prompt: one prefill samples all their first tokens, one block table serves
-their prompt.
-
-The first choice leads: its prefill is asked for a first token of every sample index. What it finds,
-and where the KV is, it leaves here; the others wait for that and go on from it. Where it leaves
-nothing - it failed, or ended with its first token - each goes its own way from the start.
+"""The choices of one prompt: one prefill samples all their first tokens, one set of blocks has it.
+The first choice leads. Once it has a decode worker the others reserve there too, as forks of it,
+and wait; its prefill is asked for a first token of every sample index, and with those all go on.
+Where it leaves nothing, because it failed, each goes its own way.
 """
 
 from __future__ import annotations
@@ -18,37 +16,60 @@ from kvferry.router.session import WorkerSession
 
 
 @dataclass(frozen=True, slots=True)
-class Fork:
-    """Where a choice goes on from."""
+class Place:
+    """Where the KV of the prompt will be."""
 
-    first: TokenStep
-    """Its first token."""
     parent: pb.Key
-    """The attempt whose prompt it shares."""
-    prefill_worker: str
+    """The attempt that brings it."""
     decode: WorkerSession | None
-    """Who holds the KV; None when no token follows the first."""
+    """None when no token follows the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class FirstTokens:
+    """What the prefill sampled."""
+
+    steps: Sequence[TokenStep]
+    """``steps[i]`` is for sample index ``i + 1``."""
+    worker_id: str
+    """Of the prefill worker."""
 
 
 class Siblings:
-    """Shared by the choices of one prompt."""
+    """Shared by the choices of one prompt. The first word on each counts."""
 
     def __init__(self, num_choices: int) -> None:
+        loop = asyncio.get_running_loop()
         self.num_choices = num_choices
-        self._forks: asyncio.Future[Sequence[Fork]] = asyncio.get_running_loop().create_future()
+        self._place: asyncio.Future[Place | None] = loop.create_future()
+        self._firsts: asyncio.Future[FirstTokens | None] = loop.create_future()
 
     @property
     def is_settled(self) -> bool:
-        return self._forks.done()
+        """Whether first tokens are known, or will never be."""
+        return self._firsts.done()
 
-    def share(self, forks: Sequence[Fork]) -> None:
-        """``forks[i]`` is for sample index ``i + 1``; none at all when nothing is shared.
-        Idempotent: the first word counts.
-        """
-        if not self._forks.done():
-            self._forks.set_result(forks)
+    def meet(self, place: Place) -> None:
+        """The first choice holds a reservation."""
+        if not self._place.done():
+            self._place.set_result(place)
 
-    async def fork(self, sample_index: int) -> Fork | None:
+    def share(self, firsts: FirstTokens) -> None:
+        """Its prompt is computed."""
+        if not self._firsts.done():
+            self._firsts.set_result(firsts)
+
+    def part(self) -> None:
+        """The first choice, or its first attempt, has ended: what it has not left it never will."""
+        if not self._place.done():
+            self._place.set_result(None)
+        if not self._firsts.done():
+            self._firsts.set_result(None)
+
+    async def place(self) -> Place | None:
         """Waits for the first choice. None: go your own way."""
-        forks = await asyncio.shield(self._forks)
-        return forks[sample_index - 1] if forks else None
+        return await asyncio.shield(self._place)
+
+    async def firsts(self) -> FirstTokens | None:
+        """Waits for its prefill. None: it has failed."""
+        return await asyncio.shield(self._firsts)

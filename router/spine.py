@@ -69,6 +69,7 @@ class Spine:
                             yield step
                     return
                 except Unavailable as error:
+                    self._part(progress)
                     # Before the first dispatch, "no" is the answer; after it, workers may come
                     # back.
                     if progress.attempt == 1 and not isinstance(error, AttemptFailed):
@@ -81,8 +82,7 @@ class Spine:
                     await asyncio.sleep(delay_s)
         finally:
             self.running -= 1
-            if siblings is not None and sample_index == 0:
-                siblings.share(())
+            self._part(progress)
 
     async def _attempt(
         self, progress: Progress, timeline: Timeline
@@ -97,13 +97,20 @@ class Spine:
             while (step := await pair.decode()) is not None:
                 yield step
 
+    def _part(self, progress: Progress) -> None:
+        """An attempt has ended. Those that wait for its prompt hold reservations meanwhile, which
+        the next attempt might have to wait for.
+        """
+        if progress.siblings is not None and progress.sample_index == 0:
+            progress.siblings.part()
+
     async def _forked(self, progress: Progress, timeline: Timeline) -> Pair | None:
         """For the first attempt of a choice whose prompt another one brings."""
         siblings = progress.siblings
         if siblings is None or progress.sample_index == 0 or progress.attempt > 1:
             return None
-        fork = await siblings.fork(progress.sample_index)
-        return None if fork is None else ForkedPair(progress, timeline, fork)
+        place = await siblings.place()
+        return None if place is None else ForkedPair(progress, timeline, siblings, place)
 
 
 class _Patience:

@@ -133,7 +133,7 @@ def test_status_as_table_and_json(router: tuple[CannedRouter, str]) -> None:
         (["serve", "--kv-memory", "lots"], "kvferry: prefill.kv_memory: 'lots' is not a size"),
         (["serve", "--grpc", "50051"], "kvferry: router.grpc: '50051' is not an address"),
         (["serve", "--dtype", "int3"], "kvferry: model.dtype: "),
-        (["serve", "--prefill-tp", "2"], "kvferry: prefill.tp: "),
+        (["serve", "--prefill-tp", "0"], "kvferry: prefill.tp: "),
         (["model", "pull", "x", "--dtype", "int3"], "kvferry: model.dtype: "),
     ],
 )

@@ -13,12 +13,13 @@ from functools import partial
 from typing import Any
 
 import pytest
-from gates import HoldAt, eventually
+from gates import HoldAt, PreemptEvery, eventually
 from local_system import VOCAB_SIZE, LocalSystem, fake_backend, local_config, local_system
 
 from kvferry.engine.backend import Backend
 from kvferry.engine.fake_runner import fake_next_token
 from kvferry.engine.plan import StepPlan
+from kvferry.engine.ports import Relief
 from kvferry.router.siblings import Siblings
 
 PROMPTS = {"ends with a block": list(range(20, 32)), "ends inside one": list(range(20, 34))}
@@ -163,6 +164,17 @@ async def test_a_fork_whose_parent_has_gone_is_computed_anew() -> None:
         gate.open()
         assert await other == expected(prompt, 1)
         await system.settled()
+
+
+@pytest.mark.parametrize("pools", POOLS)
+async def test_choices_whose_first_is_given_back_go_on(pools: str) -> None:
+    """Those that wait for it hold reservations that its next attempt might have to wait for."""
+    prompt = PROMPTS["ends inside one"]
+    gate = PreemptEvery(Relief.GIVE_BACK)
+    async with local_system(local_config(**POOLS[pools]), fake_backend, decode_gate=gate) as system:
+        answers = await system.choices(prompt, COUNT, **SAMPLED)
+        await system.settled()
+    assert answers == [expected(prompt, index) for index in range(COUNT)]
 
 
 async def drain(
