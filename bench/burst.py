@@ -35,16 +35,13 @@ class BurstSizes:
 
     load: Load = field(default_factory=Load)
     budgets: Sequence[int] = (64, 128, 256, 512)
-    """Tokens per step of the colocated worker."""
-    pair_budgets: Sequence[int] = (64, 256)
-    """Of two that share the threads. They do worse, so fewer are tried."""
+    """Tokens per step of a colocated worker."""
     rounds: int = 3
 
 
 QUICK = BurstSizes(
     load=Load(sequences=3, sequence_len=8, settle_tokens=2, burst=2, burst_len=24, burst_tokens=3),
-    budgets=(8, 16),
-    pair_budgets=(16,),
+    budgets=(16,),
     rounds=1,
 )
 
@@ -63,10 +60,10 @@ class Contender:
         return self.layout if self.budget is None else f"{self.layout}, budget {self.budget}"
 
 
-def contenders(threads: int, sizes: BurstSizes) -> list[Contender]:
+def contenders(threads: int, budgets: Sequence[int]) -> list[Contender]:
     """All of ``threads`` in all, an even number."""
     found = [Contender(PD, None, pd_config(threads // 2))]
-    for workers, budgets in ((1, sizes.budgets), (2, sizes.pair_budgets)):
+    for workers in (1, 2):
         each = threads // workers
         layout = f"colocated, {workers} x {each} thread{'s' * (each > 1)}"
         for budget in budgets:
@@ -83,7 +80,7 @@ def run(args: list[str]) -> Report:
         parser.error("--threads: an even number, half of it for each of two workers")
     plain = run_options(options)
     sizes = QUICK if options.quick else BurstSizes(rounds=options.rounds)
-    known = contenders(options.threads, sizes)
+    known = contenders(options.threads, sizes.budgets)
     found = asyncio.run(_measure(prepared(options.model), known, sizes))
     pd = found[PD]
     colocated = {name: bursts for name, bursts in found.items() if name != PD}

@@ -82,7 +82,7 @@ def test_burst(tmp_path: Path) -> None:
         "burst_throughput_ratio",
         "burst_ttft_ratio",
     }
-    assert [row["budget"] for row in report.rows] == [None, 8, 16, 16]
+    assert [row["budget"] for row in report.rows] == [None, 16, 16]
     assert [row[""] for row in report.rows].count("best") == 1
     assert ElementTree.parse(plot)
 
