@@ -10,7 +10,14 @@ import torch
 
 from kvferry.cache.paged import PagedKV
 from kvferry.engine.step_tensors import StepTensors
-from kvferry.kernels.cpu.attention import SpanPlan, attend, is_read, is_written, rotate_and_write
+from kvferry.kernels.cpu.attention import (
+    SpanPlan,
+    attend,
+    cache_of,
+    is_read,
+    is_written,
+    rotate_and_write,
+)
 from kvferry.kernels.cpu.library import CpuOps, cpu_ops
 from kvferry.kernels.cpu.rows import rms_norm
 from kvferry.kernels.kv_layer import KvLayer
@@ -33,7 +40,7 @@ class CompiledAttention:
         self._ops = ops
         self._layers = [kv.layer(i) for i in range(kv.num_layers)]
         self._group = num_heads // kv.num_kv_heads
-        self._scale = float(kv.head_dim**-0.5)
+        self._caches = [cache_of(layer) for layer in self._layers]
 
     def __call__(self, tensors: StepTensors) -> Attend:
         """Plan one step."""
@@ -47,9 +54,8 @@ class CompiledAttention:
         )
 
         def attend_layer(layer: int, heads: Heads) -> torch.Tensor:
-            kv = self._layers[layer]
-            q = self._written(heads, tensors.slots, kv)
-            return attend(self._ops, q, kv, plan, self._scale)
+            q = self._written(heads, tensors.slots, self._layers[layer])
+            return attend(self._ops, q, self._caches[layer], plan)
 
         return attend_layer
 

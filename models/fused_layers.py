@@ -108,8 +108,8 @@ class FusedLayer(nn.Module):
         self._shared = shared
         self._calls: _Calls | None = None
         attention = layer.self_attn
-        self._sizes = [
-            project.out_features
+        self._num_heads = [
+            project.out_features // attention.head_dim
             for project in (attention.q_proj, attention.k_proj, attention.v_proj)
         ]
 
@@ -134,9 +134,8 @@ class FusedLayer(nn.Module):
 
     def _heads(self, qkv: Tensor, rotation: Rotation) -> Heads:
         attention = self.self_attn
-        q, k, v = (
-            part.unflatten(1, (-1, attention.head_dim)) for part in qkv.split(self._sizes, dim=1)
-        )
+        all_heads = qkv.view(len(qkv), -1, attention.head_dim)
+        q, k, v = all_heads.split(self._num_heads, dim=1)
         if attention.q_norm is None or attention.k_norm is None:
             return Heads(q, k, v, *rotation)
         norms = attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.eps

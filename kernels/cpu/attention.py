@@ -9,6 +9,7 @@ B block_size.
 
 from __future__ import annotations
 
+import ctypes
 from ctypes import addressof, byref
 from dataclasses import dataclass
 
@@ -92,9 +93,10 @@ class SpanPlan:
     spans: NDArray[np.void]
     tables: NDArray[np.int32]
     """[S, max_blocks], C-contiguous."""
-    group: int
     scratch: torch.Tensor
     """float32 [workers, floats]"""
+    call: ctypes.Structure
+    """What all layers' calls have in common."""
 
     @classmethod
     def of(
@@ -115,13 +117,23 @@ class SpanPlan:
         rows = int((spans["num_queries"] * spans["num_heads"]).max(initial=0)) * group
         floats = 2 * _TILE * kv.head_dim + _MOST_TILE_ROWS * _TILE + rows * (2 * kv.head_dim + 2)
         scratch = torch.empty(workers, -(-floats // _LANES) * _LANES)
-        return cls(spans, np.ascontiguousarray(tables, np.int32), group, scratch)
+        tables = np.ascontiguousarray(tables, np.int32)
+        call = Attention(
+            spans=spans.ctypes.data,
+            num_spans=len(spans),
+            tables=tables.ctypes.data,
+            table_stride=tables.shape[1],
+            group=group,
+            scale=float(kv.head_dim**-0.5),
+            scratch=scratch.data_ptr(),
+            scratch_stride=scratch.stride(0),
+        )
+        return cls(spans, tables, scratch, call)
 
 
-def attend(ops: CpuOps, q: torch.Tensor, kv: KvLayer, plan: SpanPlan, scale: float) -> torch.Tensor:
-    """Causal attention of q [T, Hq, D], contiguous, over the cache: [T, Hq, D]."""
-    out = torch.empty_like(q)
-    cache = Cache(
+def cache_of(kv: KvLayer) -> ctypes.Structure:
+    """A layer's cache as the library takes it; good while its tensors are."""
+    cache: ctypes.Structure = Cache(
         kv.k.data_ptr(),
         kv.v.data_ptr(),
         None if kv.k_scale is None else kv.k_scale.data_ptr(),
@@ -132,19 +144,14 @@ def attend(ops: CpuOps, q: torch.Tensor, kv: KvLayer, plan: SpanPlan, scale: flo
         kv.head_dim,
         TYPES.index(kv.k.dtype),
     )
-    call = Attention(
-        q.data_ptr(),
-        out.data_ptr(),
-        addressof(cache),
-        plan.spans.ctypes.data,
-        len(plan.spans),
-        plan.tables.ctypes.data,
-        plan.tables.shape[1],
-        plan.group,
-        scale,
-        plan.scratch.data_ptr(),
-        plan.scratch.stride(0),
-    )
+    return cache
+
+
+def attend(ops: CpuOps, q: torch.Tensor, cache: ctypes.Structure, plan: SpanPlan) -> torch.Tensor:
+    """Causal attention of q [T, Hq, D], contiguous, over a ``cache_of``: [T, Hq, D]."""
+    out = torch.empty_like(q)
+    call = plan.call
+    call.q, call.out, call.cache = q.data_ptr(), out.data_ptr(), addressof(cache)
     ops.attention(byref(call), ops.lanes, len(plan.scratch))
     return out
 

@@ -14,6 +14,7 @@ from kvferry.kernels.cpu.attention import (
     SPAN,
     SpanPlan,
     attend,
+    cache_of,
     cut_into_spans,
     is_read,
     is_written,
@@ -72,7 +73,7 @@ def random_step(
 def ours(cpu: CpuOps, step: Step, workers: int = 1) -> torch.Tensor:
     group = step.q.shape[1] // step.kv.num_kv_heads
     plan = SpanPlan.of(step.starts, step.contexts, step.tables, step.kv, group, workers)
-    return attend(cpu, step.q, step.kv, plan, step.q.shape[2] ** -0.5)
+    return attend(cpu, step.q, cache_of(step.kv), plan)
 
 
 def expected(step: Step) -> torch.Tensor:
