@@ -6,6 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
 from kvferry.engine.collectives import TorchCollectives, gloo_collectives
@@ -19,7 +20,10 @@ def on_ranks(size: int, run: Callable[[TorchCollectives], T]) -> list[T]:
     store = dist.HashStore()
 
     def join_and_run(rank: int) -> T:
-        return run(gloo_collectives(store, rank, size, TIMEOUT_S))
+        ranks = gloo_collectives(store, rank, size, TIMEOUT_S)
+        found = run(ranks)
+        ranks.sum(torch.zeros(1))  # nobody leaves while another is still connecting
+        return found
 
     with ThreadPoolExecutor(size) as threads:
         return list(threads.map(join_and_run, range(size)))
