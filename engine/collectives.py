@@ -42,7 +42,7 @@ class TorchCollectives:
         if not x.numel():
             return x
         x = x.contiguous()
-        if not self._in_rank_order or self.size == 2:
+        if not self._in_rank_order or self.size <= 2:
             _checked(lambda: self._group.allreduce([x]).wait())  # of two, any order is the same
             return x
         first, second, *others = self._all(x)
