@@ -104,6 +104,7 @@ def _measure(decoder: Decoder, spec: ModelSpec, sizes: StepSizes, cache: torch.d
         num_blocks=sizes.batch * blocks,
         dtype=cache,
     )
+    _fill(kv)
     plan = _plan(sizes, blocks)
     runner = ModelRunner(decoder, kv, spec.vocab_size)
     attend = attention_for(decoder, kv)(StepTensors.build(plan, BLOCK_SIZE, "cpu"))
@@ -120,6 +121,16 @@ def _measure(decoder: Decoder, spec: ModelSpec, sizes: StepSizes, cache: torch.d
             found.whole.append(_seconds(lambda: runner.logits(plan)))
             found.attention.append(_seconds(attend_all))
     return found
+
+
+def _fill(kv: PagedKV) -> None:
+    """Memory that was never written is one page of zeros, which stays in the processor's caches."""
+    if kv.tensor.dtype is torch.int8:
+        kv.tensor.random_(-127, 128)
+    else:
+        kv.tensor.normal_()
+    if kv.scales is not None:
+        kv.scales.fill_(1 / 127)
 
 
 def _plan(sizes: StepSizes, blocks: int) -> StepPlan:

@@ -9,7 +9,7 @@ import torch
 
 from kvferry.bench.kv_device_kit import DeviceCache, Kit, form_of
 from kvferry.bench.report import Better, Claim, Scalar
-from kvferry.kv_transfer.layout import Span
+from kvferry.core.span import Span
 from kvferry.kv_transfer.memory import PagedKvMemory
 
 LAYERS = 2

@@ -18,7 +18,7 @@ from kvferry.bench.kv_device_kit import DeviceCache, Kit, form_of
 from kvferry.bench.report import Better, Claim, Scalar, claim_from
 from kvferry.bench.stats import interleaved_pairs, paired_ratio
 from kvferry.core.errors import StartupError
-from kvferry.kv_transfer.layout import Span
+from kvferry.core.span import Span
 from kvferry.kv_transfer.plan import SlabMove
 from kvferry.kv_transfer.transport import Channel, Inlet, Outlet
 

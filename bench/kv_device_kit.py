@@ -10,10 +10,11 @@ import numpy as np
 import torch
 
 from kvferry.bench.cuda_timer import require_cuda
+from kvferry.core.span import Span
 from kvferry.kv_transfer.device_memory import DIGEST, DeviceKvMemory
 from kvferry.kv_transfer.device_stream import CudaRuntime, CudaStream, DeviceRuntime, Stream
 from kvferry.kv_transfer.jobs import BlockTable
-from kvferry.kv_transfer.layout import QUANTISED_BYTES, KvLayout, Span, head_nbytes
+from kvferry.kv_transfer.layout import QUANTISED_BYTES, KvLayout, head_nbytes
 from kvferry.kv_transfer.memory import Form
 from kvferry.kv_transfer.plan import SlabMove, slab_nbytes
 

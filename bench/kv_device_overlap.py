@@ -15,8 +15,8 @@ import torch
 from kvferry.bench.kv_device_kit import DeviceCache, Kit, form_of
 from kvferry.bench.report import Better, Claim, Scalar, claim_from
 from kvferry.bench.stats import bootstrap_median
+from kvferry.core.span import Span
 from kvferry.kv_transfer.device_stream import Event
-from kvferry.kv_transfer.layout import Span
 
 DTYPE = "bfloat16"
 GOAL = 0.2

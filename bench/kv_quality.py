@@ -23,11 +23,12 @@ from kvferry.bench.options import finished, option_parser, positive_count, run_o
 from kvferry.bench.report import Better, Claim, Report, Scalar
 from kvferry.cache.paged import PagedKV
 from kvferry.core.errors import StartupError
+from kvferry.core.span import Span
 from kvferry.engine.plan import SamplingRows, StepPlan
 from kvferry.engine.runner import attention_for
 from kvferry.engine.step_tensors import StepTensors
 from kvferry.kv_transfer.jobs import BlockTable
-from kvferry.kv_transfer.layout import KvLayout, Span, head_nbytes
+from kvferry.kv_transfer.layout import KvLayout, head_nbytes
 from kvferry.kv_transfer.memory import Form, PagedKvMemory
 from kvferry.kv_transfer.plan import cut
 from kvferry.models.decoder import Decoder

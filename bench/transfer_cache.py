@@ -9,9 +9,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from kvferry.core.span import Span
 from kvferry.kernels.kv_pack.progress import Progress
 from kvferry.kv_transfer.jobs import BlockTable
-from kvferry.kv_transfer.layout import QUANTISED_BYTES, KvLayout, Span
+from kvferry.kv_transfer.layout import QUANTISED_BYTES, KvLayout
 from kvferry.kv_transfer.memory import Form, KvMemory, PagedKvMemory
 from kvferry.kv_transfer.plan import SlabMove
 from kvferry.kv_transfer.transport import Slab

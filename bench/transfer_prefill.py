@@ -13,12 +13,12 @@ from kvferry.bench.transfer_orders import Load, Prefill, Prefilled
 from kvferry.core.config import parse_config
 from kvferry.core.errors import TransferFailed
 from kvferry.core.ids import AttemptKey, Incarnation, LeaseId, RequestId
+from kvferry.core.span import Span
 from kvferry.engine.loading import load_backend
 from kvferry.engine.plan import SamplingRows, StepPlan
 from kvferry.kv_transfer.choices import Choices
 from kvferry.kv_transfer.handshake import LinkOptions
 from kvferry.kv_transfer.jobs import BlockTable, SendDone, SendEvent, SendJob
-from kvferry.kv_transfer.layout import Span
 from kvferry.kv_transfer.memory import PagedKvMemory
 from kvferry.kv_transfer.push import Push
 from kvferry.kv_transfer.sender import KvSender

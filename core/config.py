@@ -120,7 +120,7 @@ class PoolConfig(Section):
 
     @property
     def host_nbytes(self) -> int:
-        """Host memory per worker beside the KV cache, for blocks that are swapped out."""
+        """Host memory per rank beside the KV cache, for blocks that are swapped out."""
         return 0
 
     def cache_dtype(self, model: ModelConfig) -> str:
@@ -146,7 +146,7 @@ class DecodeConfig(PoolConfig):
     )
     swap_memory: HostBytes = Field(
         parse_bytes("256MiB"),
-        description="Host memory per worker for the KV of sequences that wait for blocks; it is "
+        description="Host memory per rank for the KV of sequences that wait for blocks; it is "
         "taken as it is used. 0: they are given back to the router and computed again.",
     )
 

@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from kvferry.core.ids import AttemptKey, Incarnation, LeaseId, RequestId
+from kvferry.core.span import Span
 from kvferry.decode_worker.admission import Admission, Ledger
 from kvferry.decode_worker.batch import DecodeBatch
 from kvferry.engine.emit import emit_tokens
@@ -35,7 +36,6 @@ from kvferry.engine.sequences import Sequences, State, WorkerSequence
 from kvferry.engine.specs import spec_fault
 from kvferry.engine.swaps import Swapper
 from kvferry.kv_transfer.jobs import ReceiveClosed, ReceiveDone, ReceiveFailed, ReceiveJob
-from kvferry.kv_transfer.layout import Span
 from kvferry.kv_transfer.wire import account_message, block_table, ending_of, failure_text
 from kvferry.proto import worker_pb2 as pb
 

@@ -57,7 +57,7 @@ class Follower:
         self.incarnation = Incarnation(welcome.incarnation)
         self.abort: Callable[[], None] = lambda: None
         """Ends what the ranks do together: this one may be waiting for rank 0, which is gone."""
-        self._steps: queue.SimpleQueue[Step | RankLost | Exception | None] = queue.SimpleQueue()
+        self._steps: queue.SimpleQueue[Step | Exception | None] = queue.SimpleQueue()
 
     @property
     def store(self) -> RankStore:
@@ -69,8 +69,9 @@ class Follower:
         self._channel.send(Ready(endpoints))
 
     def event(self, payload: bytes) -> None:
-        """The KV plane says something. Any thread; lost with the connection."""
-        self._channel.send(Event(payload))
+        """The KV plane says something. Any thread; lost with the connection, which ends ``run``."""
+        with contextlib.suppress(RankLost):
+            self._channel.send(Event(payload))
 
     def run(self, runner: Runner, orders: Orders) -> None:
         """Until rank 0 says Stop. Raises RankLost when it is gone, what a step or order raised."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -40,7 +39,7 @@ def load_backend(
     pool: PoolConfig,
     pool_name: str,
     group: RankGroup | None = None,
-    timeout_s: float = math.inf,
+    timeout_s: float = OPERATION_S,
     device: str = "cpu",
 ) -> Backend:
     """Load a ready Hugging Face folder. ``vocab_size`` is the tokenizer's; ``device``: ``cpu``, or
@@ -72,11 +71,10 @@ def load_backend(
         )
         _warm_up(backend.runner)
         return backend
-    except RankLost as error:
+    except BaseException as error:
         group.close()
-        raise StartupError(f"{pool_name}.tp: {error}") from error
-    except BaseException:
-        group.close()
+        if isinstance(error, RankLost):
+            raise StartupError(f"{pool_name}.tp: {error}") from error
         raise
 
 

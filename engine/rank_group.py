@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable
 
 from kvferry.core.errors import ProtocolError, RankLost
@@ -67,9 +68,10 @@ class RankGroup:
 
     def join_all(self, timeout_s: float) -> None:
         """Wait until all have come. Raises RankLost."""
+        until_s = time.monotonic() + timeout_s
         try:
             while len(self._channels) < self.size - 1:
-                channel = self._listener.accept(timeout_s)
+                channel = self._listener.accept(max(0.001, until_s - time.monotonic()))
                 if channel is not None:
                     self._adopt(channel)
         except TimeoutError:

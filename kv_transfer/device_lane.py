@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvferry.core.span import Span
 from kvferry.kernels.kv_pack.slab import Generations, Tokens
 from kvferry.kv_transfer.device_stream import DeviceRuntime
 from kvferry.kv_transfer.jobs import BlockTable
-from kvferry.kv_transfer.layout import Span
 from kvferry.kv_transfer.transport import Slab
 
 

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.core.ids import AttemptKey, Incarnation, LeaseId
-from kvferry.kv_transfer.layout import KvLayout, Span
+from kvferry.core.span import Span
+from kvferry.kv_transfer.layout import KvLayout
 
 
 class Reason(StrEnum):

@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from kvferry.core.dtypes import ELEMENT_BYTES as ELEMENT_BYTES
 from kvferry.core.dtypes import QUANTISED_BYTES as QUANTISED_BYTES
-from kvferry.core.span import Span as Span
-from kvferry.core.span import share
+from kvferry.core.span import Span, share
 
 SCALE_BYTES = 4
 """float32, one per token, head and K or V, in quantised types."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvferry.core.ids import AttemptKey, Incarnation
+from kvferry.core.span import Span
 from kvferry.kv_transfer.jobs import (
     Account,
     Reason,
@@ -14,7 +15,7 @@ from kvferry.kv_transfer.jobs import (
     ReceiveFailed,
     ReceiveJob,
 )
-from kvferry.kv_transfer.layout import KvLayout, Span, head_nbytes
+from kvferry.kv_transfer.layout import KvLayout, head_nbytes
 from kvferry.kv_transfer.messages import Offer, SlabHeader
 from kvferry.kv_transfer.plan import Coverage
 from kvferry.kv_transfer.states import State

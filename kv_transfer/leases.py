@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 
 from kvferry.core.ids import AttemptKey, LeaseId
+from kvferry.core.span import Span
 from kvferry.kv_transfer.counters import Counters, Tally
 from kvferry.kv_transfer.ended import EndedLeases
 from kvferry.kv_transfer.jobs import (
@@ -21,7 +22,7 @@ from kvferry.kv_transfer.jobs import (
     ReceiveEvent,
     ReceiveJob,
 )
-from kvferry.kv_transfer.layout import KvLayout, Span
+from kvferry.kv_transfer.layout import KvLayout
 from kvferry.kv_transfer.lease import Lease
 from kvferry.kv_transfer.messages import Offer, SlabHeader
 from kvferry.kv_transfer.news import Changing, News

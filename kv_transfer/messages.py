@@ -34,8 +34,8 @@ from typing import Annotated
 import msgspec
 
 from kvferry.core.ids import AttemptKey
+from kvferry.core.span import Span
 from kvferry.kv_transfer.jobs import Reason
-from kvferry.kv_transfer.layout import Span
 from kvferry.kv_transfer.plan import SlabMove
 
 PROTOCOL = 4

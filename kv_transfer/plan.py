@@ -18,13 +18,8 @@ from math import isqrt
 import msgspec
 
 from kvferry.core.errors import TransferFailed
-from kvferry.kv_transfer.layout import (
-    ELEMENT_BYTES,
-    QUANTISED_BYTES,
-    KvLayout,
-    Shard,
-    Span,
-)
+from kvferry.core.span import Span
+from kvferry.kv_transfer.layout import ELEMENT_BYTES, QUANTISED_BYTES, KvLayout, Shard
 
 LEAST_SLAB_BYTES = 256 * 1024
 """No slab is smaller where the part has as many; a third of ``slab_bytes`` if that is less."""

@@ -12,6 +12,7 @@ from kvferry.cache.paged import PagedKV
 from kvferry.core.config import Config
 from kvferry.core.errors import ConfigError, ProtocolError, StartupError
 from kvferry.core.ids import AttemptKey, BlockHash, BlockId, Incarnation, LeaseId
+from kvferry.core.span import Span
 from kvferry.kv_transfer.choices import Choices
 from kvferry.kv_transfer.endpoints import (
     TRANSPORTS,
@@ -34,7 +35,7 @@ from kvferry.kv_transfer.jobs import (
     SendFailed,
     SendJob,
 )
-from kvferry.kv_transfer.layout import KvLayout, Span
+from kvferry.kv_transfer.layout import KvLayout
 from kvferry.kv_transfer.transport import Listener
 from kvferry.proto import worker_pb2 as pb
 

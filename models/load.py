@@ -67,9 +67,9 @@ def load_model(
 
 
 def prepare(model: ModelConfig, progress: Callable[[str], None] = lambda stage: None) -> Path:
-    """The ready folder of the configured model, see ``resolve``; its weights are packed for the CPU
-    where the cache has room for that, unless they are few
-    and need not be: products with panels are what makes float32 deterministic.
+    """The ready folder of the configured model, see ``resolve``. Its weights are packed for the CPU
+    where the cache has room for that; few ones only where panels are what makes float32
+    deterministic.
     """
     dtype = getattr(torch, model.dtype)
     folder = resolve(model.path, dtype, progress=progress)

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from kvferry.core.errors import ProtocolError
 from kvferry.core.ids import AttemptKey, Incarnation
 from kvferry.kv_transfer.group.endings import Endings
 from kvferry.kv_transfer.group.orders import (
@@ -80,7 +81,7 @@ class GroupSender:
         self.own.probe(peer, rank, endpoints)
 
     def answered(self, payload: bytes) -> None:
-        """What another rank says. Raises msgspec.DecodeError."""
+        """What another rank says. Raises msgspec.DecodeError, ProtocolError."""
         match decode_answer(payload):
             case Done(key, account):
                 self._ended(SendDone(key, account))
@@ -88,6 +89,8 @@ class GroupSender:
                 self._ended(SendFailed(key, reason, detail))
             case GivenUp(key):
                 self._ended(SendAborted(key))
+            case answer:
+                raise ProtocolError(f"{type(answer).__name__} is no answer of a sender")
 
     def close(self) -> None:
         """As ``KvSender.close``."""

@@ -16,8 +16,9 @@ from kvferry.bench.transfer_copy import Copies, Copying
 from kvferry.bench.transfer_pair import Setting
 from kvferry.bench.transfer_relayout import VARIANTS
 from kvferry.core.errors import ConfigError
+from kvferry.core.span import Span
 from kvferry.kv_transfer.jobs import BlockTable
-from kvferry.kv_transfer.layout import KvLayout, Span
+from kvferry.kv_transfer.layout import KvLayout
 from kvferry.kv_transfer.memory import Form
 from kvferry.kv_transfer.plan import SlabMove, cut
 from kvferry.kv_transfer.transport import Slab

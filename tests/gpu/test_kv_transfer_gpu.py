@@ -12,9 +12,9 @@ pytest.importorskip("xxhash")
 from kvferry.bench import kv_device_checks, kv_device_ipc
 from kvferry.bench.kv_device import nccl_part, peer_over, start_peer
 from kvferry.bench.kv_device_kit import DeviceCache, Kit, cuda_kit, form_of
+from kvferry.core.span import Span
 from kvferry.kv_transfer.device_memory import DeviceKvMemory
 from kvferry.kv_transfer.device_stream import Event
-from kvferry.kv_transfer.layout import Span
 
 pytestmark = pytest.mark.gpu
 

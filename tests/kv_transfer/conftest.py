@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from kvferry.core.ids import AttemptKey, Incarnation, LeaseId, RequestId
+from kvferry.core.span import Span
 from kvferry.kv_transfer.choices import Choices
 from kvferry.kv_transfer.endpoints import connect as connect_any
 from kvferry.kv_transfer.endpoints import listen
@@ -27,7 +28,7 @@ from kvferry.kv_transfer.jobs import (
     SendFailed,
     SendJob,
 )
-from kvferry.kv_transfer.layout import KvLayout, Span
+from kvferry.kv_transfer.layout import KvLayout
 from kvferry.kv_transfer.memory import PagedKvMemory
 from kvferry.kv_transfer.push import Push
 from kvferry.kv_transfer.receiver import KvReceiver

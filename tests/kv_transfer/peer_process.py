@@ -20,10 +20,11 @@ import numpy as np
 import torch
 
 from kvferry.core.ids import AttemptKey, Incarnation, LeaseId, RequestId
+from kvferry.core.span import Span
 from kvferry.kv_transfer.endpoints import listen
 from kvferry.kv_transfer.handshake import LinkOptions
 from kvferry.kv_transfer.jobs import BlockTable, ReceiveJob, SendJob
-from kvferry.kv_transfer.layout import KvLayout, Span
+from kvferry.kv_transfer.layout import KvLayout
 from kvferry.kv_transfer.memory import PagedKvMemory
 from kvferry.kv_transfer.receiver import KvReceiver
 from kvferry.kv_transfer.sender import KvSender

@@ -15,9 +15,10 @@ import torch
 from fake_device import FakeDevice, FakeEvent, FakeStream
 from numpy.typing import NDArray
 
+from kvferry.core.span import Span
 from kvferry.kv_transfer.device_memory import DIGEST, DeviceKvMemory
 from kvferry.kv_transfer.jobs import BlockTable
-from kvferry.kv_transfer.layout import QUANTISED_BYTES, KvLayout, Span, head_nbytes
+from kvferry.kv_transfer.layout import QUANTISED_BYTES, KvLayout, head_nbytes
 from kvferry.kv_transfer.memory import Form, PagedKvMemory
 from kvferry.kv_transfer.plan import SlabMove, slab_nbytes
 

@@ -20,11 +20,11 @@ from fake_cuda import build_fake_cuda, fake_ipc_channel
 from fake_device import FakeDevice
 
 from kvferry.core.ids import AttemptKey, Incarnation, LeaseId, RequestId
+from kvferry.core.span import Span
 from kvferry.kv_transfer.choices import Choices
 from kvferry.kv_transfer.device_memory import DeviceKvMemory
 from kvferry.kv_transfer.endpoints import TRANSPORTS, connect, listen
 from kvferry.kv_transfer.jobs import ReceiveDone, ReceiveJob, SendDone, SendJob
-from kvferry.kv_transfer.layout import Span
 from kvferry.kv_transfer.receiver import KvReceiver
 from kvferry.kv_transfer.sender import KvSender
 from kvferry.kv_transfer.transport import Connect, Listener

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.core.ids import AttemptKey, Incarnation, LeaseId, RequestId
+from kvferry.core.span import Span
 from kvferry.kv_transfer.endpoints import listen
 from kvferry.kv_transfer.handshake import LinkOptions
 from kvferry.kv_transfer.jobs import (
@@ -27,7 +28,7 @@ from kvferry.kv_transfer.jobs import (
     SendDone,
     SendJob,
 )
-from kvferry.kv_transfer.layout import QUANTISED_BYTES, KvLayout, Span, head_nbytes
+from kvferry.kv_transfer.layout import QUANTISED_BYTES, KvLayout, head_nbytes
 from kvferry.kv_transfer.memory import Form, PagedKvMemory
 from kvferry.kv_transfer.plan import Coverage, Cutter, parts, wire_dtype
 from kvferry.kv_transfer.receiver import KvReceiver

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from unfollowed import Unfollowed
 
+from kvferry.core.span import Span
 from kvferry.kv_transfer.counters import Tally
 from kvferry.kv_transfer.endpoints import TRANSPORTS
 from kvferry.kv_transfer.jobs import Reason, ReceiveDone, SendDone
-from kvferry.kv_transfer.layout import Span
 
 pytestmark = pytest.mark.slow
 

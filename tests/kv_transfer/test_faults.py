@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from kvferry.core.span import Span
 from kvferry.kv_transfer.frames import decode_to_receiver, decode_to_sender, split
 from kvferry.kv_transfer.jobs import (
     Reason,
     ReceiveFailed,
     SendFailed,
 )
-from kvferry.kv_transfer.layout import Span
 from kvferry.kv_transfer.messages import MAX_FRAME, Ack, Header, Message
 
 pytestmark = pytest.mark.slow

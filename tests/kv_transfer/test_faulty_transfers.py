@@ -7,6 +7,7 @@ import random
 import pytest
 
 from kvferry.core.ids import LeaseId
+from kvferry.core.span import Span
 from kvferry.kv_transfer.endpoints import connect
 from kvferry.kv_transfer.jobs import (
     ReceiveDone,
@@ -14,7 +15,6 @@ from kvferry.kv_transfer.jobs import (
     SendDone,
     SendFailed,
 )
-from kvferry.kv_transfer.layout import Span
 from kvferry.kv_transfer.transports.faults import (
     Chances,
     Fault,

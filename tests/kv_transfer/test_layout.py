@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvferry.kv_transfer.layout import ELEMENT_BYTES, KvLayout, Span
+from kvferry.core.span import Span
+from kvferry.kv_transfer.layout import ELEMENT_BYTES, KvLayout
 from kvferry.proto import worker_pb2
 
 VALUES: dict[str, Any] = {

@@ -21,13 +21,13 @@ from lease_table import (
 )
 
 from kvferry.core.ids import Incarnation
+from kvferry.core.span import Span
 from kvferry.kv_transfer.counters import Tally
 from kvferry.kv_transfer.jobs import (
     Reason,
     ReceiveDone,
     ReceiveFailed,
 )
-from kvferry.kv_transfer.layout import Span
 from kvferry.kv_transfer.plan import SlabMove
 from kvferry.kv_transfer.verdicts import Answer, Outcome, Source
 

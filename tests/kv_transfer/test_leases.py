@@ -19,6 +19,7 @@ from lease_table import (
 )
 
 from kvferry.core.ids import LeaseId
+from kvferry.core.span import Span
 from kvferry.kv_transfer.counters import Tally
 from kvferry.kv_transfer.ended import ENDED_KEPT
 from kvferry.kv_transfer.jobs import (
@@ -29,7 +30,6 @@ from kvferry.kv_transfer.jobs import (
     ReceiveFailed,
     ReceiveJob,
 )
-from kvferry.kv_transfer.layout import Span
 from kvferry.kv_transfer.verdicts import Answer, Outcome
 
 

@@ -13,10 +13,11 @@ import pytest
 import torch
 from paged_caches import converted, copied, picked, poison, put, same_bytes, slots_of, values
 
+from kvferry.core.span import Span
 from kvferry.kernels.kv_layer import QUANTISED_TYPES
 from kvferry.kernels.kv_pack.slab import KvSlots
 from kvferry.kv_transfer.jobs import BlockTable
-from kvferry.kv_transfer.layout import KvLayout, Shard, Span, head_nbytes
+from kvferry.kv_transfer.layout import KvLayout, Shard, head_nbytes
 from kvferry.kv_transfer.memory import Form, PagedKvMemory
 from kvferry.kv_transfer.plan import SlabMove, cut, parts
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from kvferry.core.errors import ProtocolError
 from kvferry.core.ids import AttemptKey, Incarnation, RequestId
+from kvferry.core.span import Span
 from kvferry.kv_transfer import frames
 from kvferry.kv_transfer import messages as m
 from kvferry.kv_transfer.jobs import Reason
-from kvferry.kv_transfer.layout import Span
 
 KEY = AttemptKey(Incarnation(2**63 - 1), RequestId(5), 2)
 HEADER = m.SlabHeader(

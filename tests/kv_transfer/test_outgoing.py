@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from lease_table import Clock
 
 from kvferry.core.ids import AttemptKey, Incarnation, LeaseId, RequestId
+from kvferry.core.span import Span
 from kvferry.kv_transfer.jobs import (
     BlockTable,
     Reason,
@@ -21,7 +22,7 @@ from kvferry.kv_transfer.jobs import (
     SendFailed,
     SendJob,
 )
-from kvferry.kv_transfer.layout import KvLayout, Shard, Span
+from kvferry.kv_transfer.layout import KvLayout, Shard
 from kvferry.kv_transfer.outgoing import Owed, Progress, Transfer, TransferTable
 from kvferry.kv_transfer.states import State
 

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.core.errors import TransferFailed
-from kvferry.kv_transfer.layout import KvLayout, Shard, Span
+from kvferry.core.span import Span
+from kvferry.kv_transfer.layout import KvLayout, Shard
 from kvferry.kv_transfer.plan import (
     Coverage,
     SlabMove,

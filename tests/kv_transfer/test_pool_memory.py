@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from kvferry.cache.paged import PagedKV
+from kvferry.core.span import Span
 from kvferry.kv_transfer.jobs import BlockTable
-from kvferry.kv_transfer.layout import Span
 from kvferry.kv_transfer.memory import Form, PagedKvMemory
 from kvferry.kv_transfer.plan import SlabMove
 from kvferry.kv_transfer.pool_memory import pool_memory

@@ -11,8 +11,8 @@ import torch
 from paged_caches import slots_of
 from unfollowed import Unfollowed
 
+from kvferry.core.span import Span
 from kvferry.kv_transfer.jobs import Reason, ReceiveDone, SendDone, SendFailed
-from kvferry.kv_transfer.layout import Span
 from kvferry.kv_transfer.push import Push
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvferry.core.span import Span
 from kvferry.kv_transfer.counters import Tally
-from kvferry.kv_transfer.layout import Span
 
 LARGE: dict[str, Any] = {
     "tokens": Span(5, 5000),

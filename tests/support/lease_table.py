@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 
 from kvferry.core.ids import AttemptKey, Incarnation, LeaseId, RequestId
+from kvferry.core.span import Span
 from kvferry.kv_transfer.jobs import BlockTable, Reason, ReceiveFailed, ReceiveJob
-from kvferry.kv_transfer.layout import KvLayout, Span
+from kvferry.kv_transfer.layout import KvLayout
 from kvferry.kv_transfer.leases import LeaseTable
 from kvferry.kv_transfer.messages import Offer, SlabHeader
 from kvferry.kv_transfer.plan import SlabMove, cut

@@ -13,6 +13,7 @@ from local_system import fake_backend, local_config
 from role_ports import ROUTER, NotingPort, prompt_spec
 
 from kvferry.core.ids import AttemptKey, LeaseId, RequestId
+from kvferry.core.span import Span
 from kvferry.decode_worker.admission import Ledger
 from kvferry.decode_worker.batch import DecodeBatch
 from kvferry.decode_worker.role import DecodeRole
@@ -29,7 +30,6 @@ from kvferry.kv_transfer.jobs import (
     ReceiveFailed,
     ReceiveJob,
 )
-from kvferry.kv_transfer.layout import Span
 from kvferry.proto import worker_pb2 as pb
 
 PROMPT = list(range(10, 31))

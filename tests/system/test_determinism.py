@@ -15,6 +15,7 @@ import pytest
 import torch
 from gates import PreemptEvery
 from local_system import local_config, local_system
+from rank_workers import rank_threads
 from tiny_models import VOCAB_SIZE, save, some_tokens, tiny_model
 
 from kvferry.core.config import ModelConfig, PoolConfig
@@ -106,6 +107,31 @@ async def test_nor_does_pressure_change_a_bit(
     gate = PreemptEvery(relief)
     assert await answers(folder, SETTINGS[setting], gate) == alone
     assert gate.count
+
+
+@pytest.mark.parametrize("setting", ["one token at a time", "chunks of seven"])
+async def test_for_one_number_of_ranks_the_same_holds(setting: str, folder: Path) -> None:
+    """Two ranks add up in another order than one, but always in theirs."""
+    whole = await on_two_ranks(folder, SETTINGS["whole prompts together"])
+    assert await on_two_ranks(folder, SETTINGS[setting]) == whole
+
+
+async def on_two_ranks(
+    folder: Path, sections: dict[str, dict[str, Any]]
+) -> list[list[tuple[Any, ...]]]:
+    config = local_config(
+        model={"dtype": "float32", "deterministic": True},
+        prefill={"tp": 2, "kv_memory": "2MiB"} | sections["prefill"],
+        decode={"tp": 2, "kv_memory": "2MiB"},
+        transfer={"transport": "tcp"},
+        cluster={"silence_s": 60.0},
+    )
+    with rank_threads(folder, config) as ranks:
+        prefill, decode = ranks.backend("prefill"), ranks.backend("decode")
+        async with local_system(config, prefill, decode_backend=decode) as system:
+            found = await asyncio.gather(*(system.steps(p, **SAMPLING) for p in PROMPTS))
+            await system.settled()
+    return [numbers(steps) for steps in found]
 
 
 async def test_nor_does_a_cached_prefix(folder: Path, alone: list[list[tuple[Any, ...]]]) -> None:

@@ -14,6 +14,7 @@ from prefill_rig import NUM_LAYERS, PROMPT, Rig
 from role_ports import ROUTER
 
 from kvferry.core.ids import AttemptKey, RequestId
+from kvferry.core.span import Span
 from kvferry.engine.plan import StepPlan
 from kvferry.engine.ports import SessionClosed
 from kvferry.kv_transfer.jobs import (
@@ -23,7 +24,6 @@ from kvferry.kv_transfer.jobs import (
     SendDone,
     SendFailed,
 )
-from kvferry.kv_transfer.layout import Span
 from kvferry.proto import worker_pb2 as pb
 
 
