@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from group_fakes import KEY, account
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.core.ids import AttemptKey, Incarnation, RequestId
 from kvferry.kv_transfer.group.endings import Endings, merged
 from kvferry.kv_transfer.jobs import (
     Account,
@@ -16,13 +16,6 @@ from kvferry.kv_transfer.jobs import (
     SendEvent,
     SendFailed,
 )
-
-KEY = AttemptKey(Incarnation(1 << 62), RequestId(2), 1)
-
-
-def account(nbytes: int = 10, wall_s: float = 1.0, transport: str = "shm") -> Account:
-    return Account(transport=transport, nbytes=nbytes, busy_s=0.5, wall_s=wall_s)
-
 
 BAD = {
     "failed": SendFailed(KEY, Reason.TIMEOUT, "slow"),
