@@ -18,6 +18,7 @@ from kvferry.bench.report import Better, Claim, Scalar
 from kvferry.cache.paged import PagedKV
 from kvferry.engine.plan import SamplingRows, StepPlan
 from kvferry.engine.runner import ModelRunner
+from kvferry.kernels.kv_layer import dequantised, quantised
 from kvferry.kernels.ops import Backend
 from kvferry.models.decoder import Decoder, Heads
 from kvferry.models.spec import ModelSpec, parse_spec
@@ -59,8 +60,7 @@ CONFIG = {
     "tie_word_embeddings": False,
 }
 # Largest relative error of the logits. Float types: roundings of eight sums per layer and product.
-# int8 and FP8: the cache's own rounding, 1/254 and 1/16 of a head's largest element at most,
-# averaged over the keys.
+# int8 and FP8: elements that the cache rounds the other way, as their own sums were rounded.
 SETTINGS = (
     (Backend.TRITON, torch.float32, torch.float32, 16, 1e-3),
     (Backend.TRITON, torch.bfloat16, torch.bfloat16, 16, 6e-2),
@@ -100,13 +100,16 @@ def on_backend(decoder: Decoder, setting: Setting) -> Decoder:
 def largest_error(decoder: Decoder, setting: Setting) -> float:
     """max |logits - expected| / max |expected| over the last rows of all sequences and steps.
 
-    Expected: ``decoder`` (float32, CPU) over each whole sequence with dense attention.
+    Expected: ``decoder`` (float32, CPU) over each whole sequence, with dense attention to the keys
+    and values that a cache of the setting's type keeps.
     """
     generator = np.random.default_rng(setting.seed)
     spec = decoder.spec
     totals = np.sum(STEPS, axis=0)
     tokens = [generator.integers(spec.vocab_size, size=int(total)) for total in totals]
-    expected = [_dense_logits(decoder, sequence) for sequence in tokens]
+    expected = [
+        dense_logits(decoder, torch.from_numpy(sequence), setting.kv_dtype) for sequence in tokens
+    ]
     largest = max(float(logits.abs().max()) for logits in expected)
     worst = 0.0
     for logits, wanted in _run(on_backend(decoder, setting), setting, tokens, generator):
@@ -165,15 +168,21 @@ def _plan(
     )
 
 
-def _dense_logits(decoder: Decoder, tokens: np.ndarray) -> Tensor:
-    """[T, V] of a whole sequence at once."""
+def dense_logits(decoder: Decoder, tokens: Tensor, kv_dtype: torch.dtype) -> Tensor:
+    """[T, V] of a whole sequence at once. Keys and values are rounded as in a cache of ``kv_dtype``:
+    how much a random model's logits make of that rounding says nothing about the kernels.
+    """
+
+    def kept(x: Tensor) -> Tensor:
+        return dequantised(*quantised(x, kv_dtype))
 
     def attend(layer: int, heads: Heads) -> Tensor:
-        q, k, v = (part.transpose(0, 1)[None] for part in (*heads.rotated(), heads.v))
+        q, k = heads.rotated()
+        q, k, v = (part.transpose(0, 1)[None] for part in (q, kept(k), kept(heads.v)))
         out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return out[0].transpose(0, 1)
 
-    hidden = decoder(torch.from_numpy(tokens), torch.arange(len(tokens)), attend)
+    hidden = decoder(tokens, torch.arange(len(tokens)), attend)
     return decoder.logits(hidden)
 
 

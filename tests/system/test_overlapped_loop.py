@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -247,11 +248,13 @@ def executed(work: Callable[[], None]) -> int:
         return trace
 
     before = sys.gettrace()
+    gc.disable()  # whoever listens to collections, as Hypothesis does, would be counted
     sys.settrace(trace)
     try:
         work()
     finally:
         sys.settrace(before)
+        gc.enable()
     return count
 
 
