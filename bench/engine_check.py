@@ -169,7 +169,7 @@ def _plan(
 
 
 def dense_logits(decoder: Decoder, tokens: Tensor, kv_dtype: torch.dtype) -> Tensor:
-    """[T, V] of a whole sequence at once. Keys and values are rounded as in a cache of ``kv_dtype``:
+    """[T, V] of a whole sequence at once. Keys and values are rounded as a ``kv_dtype`` cache does:
     how much a random model's logits make of that rounding says nothing about the kernels.
     """
 

@@ -32,7 +32,7 @@ CONFIG = {
     "tie_word_embeddings": False,
 }
 # float32: sums in another order, through two layers. bfloat16: roundings of each sum, too. int8 and
-# FP8: a quantised cache's keys are weighted in bfloat16, and an element may be rounded the other way.
+# FP8: a quantised cache's keys are weighted in bfloat16, and some element is rounded the other way.
 BOUNDS = {
     torch.float32: 2e-5,
     torch.float16: 2**-8,

@@ -7,7 +7,13 @@ import pytest
 import torch
 from step_plans import step_plan
 
-from kvferry.bench.engine_check import Setting, dense_logits, largest_error, on_backend, random_decoder
+from kvferry.bench.engine_check import (
+    Setting,
+    dense_logits,
+    largest_error,
+    on_backend,
+    random_decoder,
+)
 from kvferry.cache.paged import PagedKV
 from kvferry.engine.runner import ModelRunner
 from kvferry.kernels.ops import Backend
