@@ -1,7 +1,9 @@
 /* Threads that share the tasks of one call, and sleep between calls.
  *
- * The caller works too, so `workers` threads need one less here. Who computes a task makes no
- * difference to its result. A caller that finds the threads busy with another's call works alone.
+ * The caller works too, so `workers` threads need one less here. Each begins with a share of its own,
+ * of tasks that follow one another, since what a task fetches early is for the one after it; then it
+ * helps with the shares of others. Who computes a task makes no difference to its result. A caller
+ * that finds the threads busy with another's call works alone.
  *
  * A thread that has not come in time is not waited for: it enters a call by counting itself `inside`
  * and then looks whether the call is still `open`; the caller closes first and then looks who is
@@ -31,8 +33,10 @@ static struct {
     int started, workers;
     task_t *run;
     const void *call;
-    int64_t tasks;
-    atomic_llong next;
+    struct {
+        _Alignas(64) atomic_llong next;
+        int64_t end;
+    } share[MOST_WORKERS];
 } pool = {.in_use = PTHREAD_MUTEX_INITIALIZER, .lock = PTHREAD_MUTEX_INITIALIZER,
           .wake = PTHREAD_COND_INITIALIZER};
 
@@ -46,8 +50,9 @@ static int64_t now_ns(void)
 static void do_tasks(int worker)
 {
     int64_t task;
-    while ((task = atomic_fetch_add(&pool.next, 1)) < pool.tasks)
-        pool.run(pool.call, task, worker);
+    for (int i = 0, share = worker; i < pool.workers; i++, share = (share + 1) % pool.workers)
+        while ((task = atomic_fetch_add(&pool.share[share].next, 1)) < pool.share[share].end)
+            pool.run(pool.call, task, worker);
 }
 
 static void await_call(unsigned last)
@@ -106,8 +111,11 @@ static void run_tasks(task_t *run, const void *call, int64_t tasks, int workers)
         return;
     }
     start_threads(workers);
-    pool.run = run, pool.call = call, pool.tasks = tasks, pool.workers = workers;
-    atomic_store(&pool.next, 0);
+    pool.run = run, pool.call = call, pool.workers = workers;
+    for (int i = 0; i < workers; i++) {
+        atomic_store(&pool.share[i].next, tasks * i / workers);
+        pool.share[i].end = tasks * (i + 1) / workers;
+    }
     atomic_store(&pool.open, 1);
     atomic_fetch_add(&pool.number, 1);
     if (atomic_load(&pool.sleepers)) {
