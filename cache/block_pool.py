@@ -129,14 +129,16 @@ class BlockPool:
         """FREE -> RESERVED, evicting CACHED blocks as needed: all ``count`` blocks, or None."""
         return self._take(count, BlockState.RESERVED)
 
-    def commit(self, blocks: Iterable[BlockId]) -> None:
+    def commit(self, blocks: Sequence[BlockId]) -> None:
         """RESERVED -> IN_USE with one reference."""
-        states = self._states
+        states, refs = self._states, self._refs
+        reserved, in_use = BlockState.RESERVED, BlockState.IN_USE
         for block in blocks:
-            if states[block] is not BlockState.RESERVED:
+            if states[block] is not reserved:
                 raise BlockStateError(f"block {block} is {states[block].name}, not RESERVED")
-            self._move(block, BlockState.IN_USE)
-            self._refs[block] = 1
+            states[block] = in_use
+            refs[block] = 1
+        self._count(len(blocks), reserved, in_use)
 
     def allocate(self, count: int) -> list[BlockId] | None:
         """``reserve`` and ``commit`` in one: blocks with one reference, or None."""
@@ -180,18 +182,30 @@ class BlockPool:
         """
         pinned = self._fences.setdefault(fence, []) if fence is not None and blocks else None
         states, refs, pins = self._states, self._refs, self._pins
+        in_use, cached, num_cached = BlockState.IN_USE, BlockState.CACHED, 0
+        is_findable, offer = self._index.is_findable, self._index.offer
         # Last to first, so that of one chain the deepest block is the first to be evicted.
         for block in reversed(blocks):
             state = states[block]
-            if state is BlockState.IN_USE:
+            if state is in_use:
                 refs[block] -= 1
             elif state is not BlockState.RESERVED:
                 raise BlockStateError(f"block {block} is {state.name}: it has no holder to release")
             if pinned is not None:
                 pins[block] += 1
                 pinned.append(block)
-            if not refs[block]:
-                self._let_go(block)
+            if refs[block]:
+                continue
+            if is_findable(block):
+                states[block] = cached
+                num_cached += 1
+                if not pins[block]:
+                    offer(block)
+            elif pins[block]:
+                self._move(block, BlockState.FENCED)
+            else:
+                self._set_free(block)
+        self._count(num_cached, in_use, cached)
 
     def lift(self, fence: Hashable) -> None:
         """The operation behind this fence has completed. A fence that holds nothing is no error."""
@@ -235,29 +249,19 @@ class BlockPool:
         """FREE -> ``state``, evicting as needed: all ``count`` blocks, or None."""
         if count > self.num_free:
             return None
-        while len(self._free) < count:
-            self._evict()
+        if count > len(self._free):
+            self._evict(count - len(self._free))
         split = len(self._free) - count
         blocks = self._free[split:]
         del self._free[split:]
         blocks.reverse()
+        states = self._states
         for block in blocks:
-            self._states[block] = state
-        self._counts[BlockState.FREE] -= count
-        self._counts[state] += count
+            states[block] = state
+        self._count(count, BlockState.FREE, state)
         if blocks:
-            self.generations[blocks] += np.uint32(1)
+            self.generations[np.array(blocks)] += np.uint32(1)
         return blocks
-
-    def _let_go(self, block: BlockId) -> None:
-        if self._index.is_findable(block):
-            self._move(block, BlockState.CACHED)
-            if not self._pins[block]:
-                self._index.offer(block)
-        elif self._pins[block]:
-            self._move(block, BlockState.FENCED)
-        else:
-            self._set_free(block)
 
     def _set_free(self, block: BlockId) -> None:
         # A fenced copy is remembered until here: nothing has overwritten it.
@@ -266,17 +270,25 @@ class BlockPool:
         self._move(block, BlockState.FREE)
         self._free.append(block)
 
-    def _evict(self) -> None:
+    def _evict(self, count: int) -> None:
+        """CACHED -> FREE."""
         try:
-            block, heir = self._index.evict()
+            blocks, heirs = self._index.evict(count)
         except LookupError:
             raise BlockStateError("a child block is held without its parent") from None
-        self._move(block, BlockState.FREE)
-        self._free.append(block)
-        if heir is not None and self._states[heir] is BlockState.FENCED:
-            self._move(heir, BlockState.CACHED)
+        states = self._states
+        for block in blocks:
+            states[block] = BlockState.FREE
+        self._free += blocks
+        self._count(count, BlockState.CACHED, BlockState.FREE)
+        for heir in heirs:
+            if states[heir] is BlockState.FENCED:
+                self._move(heir, BlockState.CACHED)
 
     def _move(self, block: BlockId, state: BlockState) -> None:
-        self._counts[self._states[block]] -= 1
-        self._counts[state] += 1
+        self._count(1, self._states[block], state)
         self._states[block] = state
+
+    def _count(self, num_blocks: int, before: BlockState, after: BlockState) -> None:
+        self._counts[before] -= num_blocks
+        self._counts[after] += num_blocks

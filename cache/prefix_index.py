@@ -1,9 +1,10 @@
 """Which blocks are findable, under which hash, and which of them to give up first.
 
-    hash -> Entry(block, parent, children, copies)   what a request's own hashes are walked along
-    block -> Entry                                   of blocks whose content is known, copies too
-    evictable                                        cached blocks that nothing holds, longest
-                                                     unused first; only leaves are given up
+    hash -> block            what a request's own hashes are walked along
+    block -> hash            of blocks whose content is known, copies too
+    hash -> copies           of the few that have any
+    evictable                cached blocks that nothing holds, longest unused first; only leaves
+                             are given up
 
 NOTE on order. Whoever uses a block also uses its parents, and releases them together, deeper blocks
 first. So in order of release a child always stands before its parent, and plain LRU is leaf first.
@@ -12,6 +13,9 @@ stays anonymous and is remembered here. Freeing a copy therefore refreshes the f
 when the findable one is given up while a copy is still held, the copy takes over its hash. With
 this, every evictable block can be given up at some point without touching a block that is held, so
 their number is exactly what can be allocated.
+
+A step gives up and adds as many blocks as its sequences fill: whole lists of them are taken in at
+once, and nothing is allocated per block.
 """
 
 from __future__ import annotations
@@ -32,24 +36,17 @@ class CacheEvents:
     removed: list[BlockHash]
 
 
-@dataclass(slots=True, eq=False)
-class _Entry:
-    block: BlockId
-    block_hash: BlockHash
-    parent: _Entry | None
-    """None at the root."""
-    num_children: int = 0
-    """Findable ones."""
-    copies: tuple[BlockId, ...] = ()
-    """Oldest first."""
-
-
 class PrefixIndex:
     """The findable blocks of one pool. Blocks of one chain must be added parents first."""
 
     def __init__(self, num_blocks: int) -> None:
-        self._entries: dict[BlockHash, _Entry] = {}
-        self._entry_of: list[_Entry | None] = [None] * num_blocks
+        self._found: dict[BlockHash, BlockId] = {}
+        self._hash_of: list[BlockHash | None] = [None] * num_blocks
+        self._copies: dict[BlockHash, list[BlockId]] = {}
+        """Oldest first; none is empty."""
+        # Of findable blocks: the hash before it, if that was findable, and how many come next.
+        self._parent_of: list[BlockHash | None] = [None] * num_blocks
+        self._num_children = [0] * num_blocks
         # Keeps the order, removes anywhere, and finds the first in constant time; a plain dict
         # would walk over all that left its front before.
         self._evictable: OrderedDict[BlockId, None] = OrderedDict()
@@ -57,7 +54,7 @@ class PrefixIndex:
         self._removed: dict[BlockHash, None] = {}
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._found)
 
     @property
     def num_evictable(self) -> int:
@@ -67,20 +64,19 @@ class PrefixIndex:
         """Blocks of the longest findable prefix of a chain."""
         found: list[BlockId] = []
         for block_hash in hashes:
-            entry = self._entries.get(block_hash)
-            if entry is None:
+            block = self._found.get(block_hash)
+            if block is None:
                 break
-            found.append(entry.block)
+            found.append(block)
         return found
 
     def hash_of(self, block: BlockId) -> BlockHash | None:
         """Hash of the content of a block, be it findable or a copy."""
-        entry = self._entry_of[block]
-        return None if entry is None else entry.block_hash
+        return self._hash_of[block]
 
     def is_findable(self, block: BlockId) -> bool:
-        entry = self._entry_of[block]
-        return entry is not None and entry.block == block
+        block_hash = self._hash_of[block]
+        return block_hash is not None and self._found[block_hash] == block
 
     def add_all(
         self,
@@ -92,23 +88,25 @@ class PrefixIndex:
         copy; one that is here already stays as it is. Returns a block that is here under another
         hash, before which it stops; None is as it should be.
         """
-        entries, entry_of = self._entries, self._entry_of
+        found, hash_of, parent_of = self._found, self._hash_of, self._parent_of
         added, removed = self._added, self._removed
         for block, block_hash, parent_hash in zip(blocks, hashes, parents, strict=True):
-            known = entry_of[block]
+            known = hash_of[block]
             if known is not None:
-                if known.block_hash != block_hash:
+                if known != block_hash:
                     return block
                 continue
-            entry = entries.get(block_hash)
-            if entry is not None:
-                entry_of[block] = entry
-                entry.copies = (*entry.copies, block)
+            hash_of[block] = block_hash
+            if block_hash in found:
+                self._copies.setdefault(block_hash, []).append(block)
                 continue
-            parent = entries.get(parent_hash)
-            if parent is not None:
-                parent.num_children += 1
-            entries[block_hash] = entry_of[block] = _Entry(block, block_hash, parent)
+            found[block_hash] = block
+            parent = found.get(parent_hash)
+            if parent is None:
+                parent_of[block] = None
+            else:
+                parent_of[block] = parent_hash
+                self._num_children[parent] += 1
             if block_hash in removed:
                 del removed[block_hash]
             else:
@@ -128,40 +126,62 @@ class PrefixIndex:
 
     def forget_copy(self, block: BlockId) -> None:
         """A copy leaves; its content was just used, so the findable block counts as used now."""
-        entry = self._entry_of[block]
-        assert entry is not None, "a block of unknown content is no copy"
-        self._entry_of[block] = None
-        entry.copies = tuple(copy for copy in entry.copies if copy != block)
-        if entry.block in self._evictable:
-            self._evictable.move_to_end(entry.block)
+        block_hash = self._hash_of[block]
+        assert block_hash is not None, "a block of unknown content is no copy"
+        self._hash_of[block] = None
+        copies = self._copies[block_hash]
+        copies.remove(block)
+        if not copies:
+            del self._copies[block_hash]
+        if self._found[block_hash] in self._evictable:
+            self._evictable.move_to_end(self._found[block_hash])
 
-    def evict(self) -> tuple[BlockId, BlockId | None]:
-        """Give up the longest unused leaf: (that block, the copy that takes over its hash or None).
+    def evict(self, count: int) -> tuple[list[BlockId], list[BlockId]]:
+        """Give up the longest unused leaves: (``count`` blocks, the copies that took over a hash
+        of theirs).
 
         Raises LookupError when no block can be given up.
         """
+        blocks: list[BlockId] = []
+        heirs: list[BlockId] = []
+        for _ in range(count):
+            block, block_hash = self._next_leaf()
+            del self._evictable[block]
+            self._hash_of[block] = None
+            blocks.append(block)
+            if block_hash in self._copies:
+                heirs.append(self._hand_over(block, block_hash))
+            else:
+                self._forget(block, block_hash)
+        return blocks, heirs
+
+    def _next_leaf(self) -> tuple[BlockId, BlockHash]:
         for block in self._evictable:
-            entry = self._entry_of[block]
-            assert entry is not None, "only findable blocks are offered"
-            if entry.copies or not entry.num_children:
-                return block, self._give_up(entry)
+            block_hash = self._hash_of[block]
+            assert block_hash is not None, "only findable blocks are offered"
+            if not self._num_children[block] or block_hash in self._copies:
+                return block, block_hash
         raise LookupError("no evictable block without findable children")
 
-    def _give_up(self, entry: _Entry) -> BlockId | None:
-        del self._evictable[entry.block]
-        self._entry_of[entry.block] = None
-        if entry.copies:
-            entry.block, *rest = entry.copies
-            entry.copies = tuple(rest)
-            return entry.block
-        del self._entries[entry.block_hash]
-        if entry.parent is not None:
-            entry.parent.num_children -= 1
-        if entry.block_hash in self._added:
-            del self._added[entry.block_hash]
+    def _hand_over(self, block: BlockId, block_hash: BlockHash) -> BlockId:
+        """The oldest copy takes the place of a block that was found under its hash."""
+        heir, *others = self._copies.pop(block_hash)
+        if others:
+            self._copies[block_hash] = others
+        self._found[block_hash] = heir
+        self._parent_of[heir] = self._parent_of[block]
+        self._num_children[heir], self._num_children[block] = self._num_children[block], 0
+        return heir
+
+    def _forget(self, block: BlockId, block_hash: BlockHash) -> None:
+        del self._found[block_hash]
+        parent_hash = self._parent_of[block]
+        if parent_hash is not None:
+            self._num_children[self._found[parent_hash]] -= 1
+        if block_hash in self._added:
+            del self._added[block_hash]
         else:
-            self._removed[entry.block_hash] = None
-        return None
+            self._removed[block_hash] = None
 
     def drain_events(self) -> CacheEvents:
         """Net changes since the last call; at most twice the pool's size waits to be drained."""
@@ -173,4 +193,4 @@ class PrefixIndex:
     def snapshot(self) -> list[BlockHash]:
         """All findable hashes, parents before children."""
         # Parents are added first, and a hash leaves only after its children.
-        return list(self._entries)
+        return list(self._found)
