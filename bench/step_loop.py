@@ -87,11 +87,12 @@ class TensorOnlyRunner:
 
     def __init__(self) -> None:
         self._fake = FastFakeRunner(VOCAB_SIZE)
+        self._device = torch.device("cpu")
         self.sequences = 0
         """Sequences in all steps so far."""
 
     def execute(self, plan: StepPlan, layer_done: LayerDone | None = None) -> StepResult:
-        StepTensors.build(plan, BLOCK_SIZE, "cpu")
+        StepTensors.build(plan, BLOCK_SIZE, self._device)
         self.sequences += len(plan.query_lens)
         return self._fake.execute(plan)
 

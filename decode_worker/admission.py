@@ -84,7 +84,7 @@ class Ledger:
     def _blocks(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]: ...
 
     def _blocks(self, tokens: int | NDArray[np.int64]) -> int | NDArray[np.int64]:
-        return -(-tokens // self.block_size)
+        return (tokens + self.block_size - 1) // self.block_size
 
 
 class Admission:

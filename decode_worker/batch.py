@@ -49,8 +49,8 @@ class DecodeBatch:
         self._max_seqs = max_seqs
         self._step: Step | None = None
         self._num_decoding = 0
-        self._running_rows: Rows | None = None
-        """Of ``running``, until that changes."""
+        self._running_rows: Rows = np.zeros(0, np.int64)
+        """Of ``running``."""
         self._stalled: set[WorkerSequence] = set()
         """Those that lack a block for the token of the next step."""
 
@@ -75,7 +75,7 @@ class DecodeBatch:
         if not self.running:
             return []
         sequences = self._sequences
-        lacking = sequences.table.lacking_block(self._rows_of_running()).tolist()
+        lacking = sequences.table.lacking_block(self._running_rows).tolist()
         if not lacking or sequences.grow(lacking):
             return []
         by_row = sequences.by_row
@@ -129,7 +129,7 @@ class DecodeBatch:
         seqs = [*decoding, *prompts]
         query_lens = np.ones(len(seqs), np.int32)
         query_lens[len(decoding) :] = counts
-        rows = self._rows_of_running() if decoding is self.running else rows_of(decoding)
+        rows = self._running_rows if decoding is self.running else rows_of(decoding)
         rows = np.concatenate([rows, rows_of(prompts)]) if prompts else rows
         self._step = self._stepper.build(seqs, query_lens, rows)
         return self._step.plan
@@ -150,20 +150,21 @@ class DecodeBatch:
         """The sequences to fail because the step planned last could not be run."""
         return [seq for seq in self._stepper.failed(self.planned) if seq.state is not State.CLOSED]
 
-    def _rows_of_running(self) -> Rows:
-        if self._running_rows is None:
-            self._running_rows = rows_of(self.running)
-        return self._running_rows
-
     def join(self, seq: WorkerSequence) -> None:
         """Take in a sequence that computes here from the next step on."""
-        self._running_rows = None
-        (self.prompts if seq.state is State.PREFILLING else self.running).append(seq)
+        if seq.state is State.PREFILLING:
+            self.prompts.append(seq)
+            return
+        self.running.append(seq)
+        self._running_rows = np.concatenate([self._running_rows, [seq.row]])
 
     def discard(self, seq: WorkerSequence) -> None:
         """Take a sequence that has ended out of the batch."""
-        self._running_rows = None
-        (self.prompts if seq.state is State.PREFILLING else self.running).remove(seq)
+        if seq.state is State.PREFILLING:
+            self.prompts.remove(seq)
+            return
+        self.running.remove(seq)
+        self._running_rows = self._running_rows[self._running_rows != seq.row]
 
 
 def _tokens(rows: Rows, result: StepResult, finished: dict[int, FinishReason]) -> StepTokens:

@@ -19,13 +19,10 @@ from kvferry.proto import worker_pb2 as pb
 class StopRules:
     """Decides for a whole step which rows are done."""
 
-    def __init__(self, table: SequenceTable, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(self, table: SequenceTable) -> None:
         self._table = table
-        self._eos = np.asarray(eos_token_ids, np.int64)
 
-    def finished(
-        self, rows: Rows, token_ids: Int64, by_row: dict[int, WorkerSequence]
-    ) -> dict[int, FinishReason]:
+    def finished(self, rows: Rows, token_ids: Int64) -> dict[int, FinishReason]:
         """Index into ``rows`` -> reason, for the rows whose newest token, already appended,
         ends them.
         """
@@ -33,21 +30,20 @@ class StopRules:
         length = table.length[rows]
         full = length >= table.max_length[rows]
         done = dict.fromkeys(full.nonzero()[0].tolist(), FinishReason.LENGTH)
-        stops = self._stopped(rows, token_ids, by_row, length)
+        stops = self._stopped(rows, token_ids, length)
         return done | dict.fromkeys(stops, FinishReason.STOP)
 
-    def _stopped(
-        self, rows: Rows, token_ids: Int64, by_row: dict[int, WorkerSequence], length: Int64
-    ) -> list[int]:
-        table, newest = self._table, token_ids[:, None]
-        is_eos, is_stop = newest == self._eos, table.stop_ids[rows] == newest
-        more = table.more_stop_ids[rows]
-        if not (is_eos.any() or is_stop.any() or more.any()):
+    def _stopped(self, rows: Rows, token_ids: Int64, length: Int64) -> list[int]:
+        table = self._table
+        is_stop = table.stop_ids.take(rows, axis=1) == token_ids
+        more = table.more_stop_ids
+        if not (more or is_stop.any()):
             return []  # as in most steps
-        stopped = is_eos.any(axis=1) & table.obeys_eos[rows] | is_stop.any(axis=1)
-        for i in more.nonzero()[0]:
-            if int(token_ids[i]) in by_row[int(rows[i])].spec.sampling.stop_token_ids:
-                stopped[i] = True
+        stopped = is_stop.any(axis=0)
+        if more:
+            for i, row in enumerate(rows.tolist()):
+                if row in more and int(token_ids[i]) in more[row]:
+                    stopped[i] = True
         stopped &= length >= table.min_length[rows]
         found: list[int] = stopped.nonzero()[0].tolist()
         return found
@@ -57,6 +53,8 @@ class StopRules:
     ) -> None:
         """Fill in what only some rows need. ``rows`` are the sampled rows, in order."""
         table = self._table
+        if not table.special:
+            return  # as in most steps
         before_min = table.length[rows] < table.min_length[rows]
         for i in np.flatnonzero(table.edited[rows] | before_min):
             row = int(rows[i])
@@ -72,7 +70,7 @@ class StopRules:
         length = int(table.length[row])
         banned: tuple[int, ...] = ()
         if length < table.min_length[row]:
-            eos = [] if wanted.ignore_eos else self._eos.tolist()
+            eos = () if wanted.ignore_eos else table.eos_token_ids
             banned = (*eos, *wanted.stop_token_ids)
         penalised = (
             wanted.presence_penalty or wanted.frequency_penalty or wanted.repetition_penalty != 1.0

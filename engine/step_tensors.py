@@ -69,9 +69,10 @@ class StepArrays:
         plan.query_lens.cumsum(dtype=np.int64, out=query_starts[1:])
         positions = np.arange(len(plan.token_ids), dtype=np.int64)
         positions += (plan.context_lens - query_starts[:-1]).repeat(plan.query_lens)
-        seqs = np.arange(num_seqs).repeat(plan.query_lens)
+        tables = plan.block_tables
+        first_entries = np.arange(0, tables.size, tables.shape[1]).repeat(plan.query_lens)
         blocks = positions // block_size
-        slots = positions + (plan.block_tables[seqs, blocks] - blocks) * block_size
+        slots = positions + (tables.take(first_entries + blocks) - blocks) * block_size
         return cls(
             token_ids=plan.token_ids,
             positions=positions,

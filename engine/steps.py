@@ -25,11 +25,8 @@ class Step:
     seqs: list[WorkerSequence]
     rows: Rows
     plan: StepPlan
-
-    @property
-    def sampled_rows(self) -> Rows:
-        rows: Rows = self.rows[self.plan.sampled]
-        return rows
+    sampled_rows: Rows
+    """Of the sampled tokens, in order."""
 
     def invalid(self, result: StepResult) -> list[WorkerSequence]:
         """The sequences whose logits were not finite, each once."""
@@ -66,7 +63,7 @@ class Stepper:
         rows = rows_of(seqs) if rows is None else rows
         table = self._sequences.table
         plan = build_plan(table, self._number, rows, np.asarray(counts, np.int32))
-        step = Step(seqs, rows, plan)
+        step = Step(seqs, rows, plan, rows[plan.sampled])
         self._rules.add_edits(plan.sampling, step.sampled_rows, self._sequences.by_row)
         return step
 
@@ -107,9 +104,12 @@ class Stepper:
         # Those that have passed the end of a block.
         full = (computed % table.block_size < step.plan.query_lens).nonzero()[0]
         sequences.publish_all([step.seqs[i] for i in full.tolist()], computed[full].tolist())
-        rows, sampled = step.sampled_rows, step.plan.sampled
-        # Of several samples of a row the first is its own.
-        own = np.ones(len(sampled), np.bool_)
-        own[1:] = sampled[1:] != sampled[:-1]
-        table.append(rows[own], result.token_ids[own])
-        return self._rules.finished(rows, result.token_ids, sequences.by_row)
+        rows, token_ids = step.sampled_rows, result.token_ids
+        if table.num_samples:
+            # Of several samples of a row the first is its own.
+            own = np.ones(len(rows), np.bool_)
+            own[1:] = rows[1:] != rows[:-1]
+            table.append(rows[own], token_ids[own])
+        else:
+            table.append(rows, token_ids)
+        return self._rules.finished(rows, token_ids)

@@ -1,6 +1,7 @@
 """The numbers of all sequences on a worker: one array per quantity, one row per sequence.
 
 Kept in arrays, a step's bookkeeping is a handful of numpy operations however many sequences run.
+What only few rows have is kept by row, so that a step none of them is in asks one question.
 Rows are lent to sequences and taken back; nothing here touches tensors or blocks.
 """
 
@@ -24,7 +25,15 @@ STOP_IDS_IN_TABLE = 4
 class SequenceTable:
     """Rows for at most ``max_rows`` sequences of at most ``max_model_len`` tokens."""
 
-    def __init__(self, max_rows: int, max_model_len: int, block_size: int) -> None:
+    def __init__(
+        self,
+        max_rows: int,
+        max_model_len: int,
+        block_size: int,
+        eos_token_ids: tuple[int, ...] = (),
+    ) -> None:
+        """``eos_token_ids`` end every answer that does not ignore them."""
+        self.eos_token_ids = eos_token_ids
         self.max_rows = max_rows
         self.max_model_len = max_model_len
         self.block_size = block_size
@@ -41,21 +50,23 @@ class SequenceTable:
         self.min_length: Int64 = np.zeros(max_rows, np.int64)
         self.guaranteed = np.zeros(max_rows, np.bool_)
         """Rows that keep their blocks to the end: they were given back once already."""
-        self.obeys_eos = np.zeros(max_rows, np.bool_)
-        self.stop_ids: Int32 = np.full((max_rows, STOP_IDS_IN_TABLE), -1, np.int32)
-        """The first stop token ids of each row; -1 where it has fewer."""
-        self.more_stop_ids = np.zeros(max_rows, np.bool_)
-        """Rows with more stop token ids than the table holds."""
+        num_stop_ids = STOP_IDS_IN_TABLE + len(eos_token_ids)
+        self.stop_ids: Int32 = np.full((num_stop_ids, max_rows), -1, np.int32)
+        """Column r: the tokens that end row r; -1 where it has fewer."""
+        self.more_stop_ids: dict[int, frozenset[int]] = {}
+        """Of the rows with more stop token ids than a column holds: all."""
         self.edited = np.zeros(max_rows, np.bool_)
         """Rows whose every sampling needs more than arrays say: logit edits, log-probabilities."""
+        self.special: set[int] = set()
+        """These, and the rows with min_tokens."""
         self.temperature = np.zeros(max_rows, np.float32)
         self.top_k: Int32 = np.zeros(max_rows, np.int32)
         self.top_p = np.zeros(max_rows, np.float32)
         self.min_p = np.zeros(max_rows, np.float32)
         self.seed = np.zeros(max_rows, np.uint64)
         self.sample_index: Int32 = np.zeros(max_rows, np.int32)
-        self.num_samples: Int32 = np.ones(max_rows, np.int32)
-        """Tokens to sample next, of as many sample indexes: several for a first token alone."""
+        self.num_samples: dict[int, int] = {}
+        """Rows that sample several tokens next, of as many sample indexes: first ones alone."""
         self.router = np.zeros(max_rows, np.uint64)
         self.request = np.zeros(max_rows, np.uint64)
         self.attempt: Int32 = np.zeros(max_rows, np.int32)
@@ -79,23 +90,33 @@ class SequenceTable:
         self.max_length[row] = min(spec.prompt_len + sampling.max_tokens, self.max_model_len)
         self.min_length[row] = spec.prompt_len + sampling.min_tokens
         self.guaranteed[row] = spec.given_back > 0
-        self.obeys_eos[row] = not sampling.ignore_eos
-        stop_ids = sampling.stop_token_ids[:STOP_IDS_IN_TABLE]
-        self.stop_ids[row] = -1
-        self.stop_ids[row, : len(stop_ids)] = stop_ids
-        self.more_stop_ids[row] = len(sampling.stop_token_ids) > STOP_IDS_IN_TABLE
-        self.edited[row] = _is_edited(sampling)
+        self._set_stop_ids(row, sampling)
+        self.edited[row] = is_edited = _is_edited(sampling)
+        if is_edited or sampling.min_tokens:
+            self.special.add(row)
         self.temperature[row] = sampling.temperature
         self.top_k[row] = sampling.top_k
         self.top_p[row] = sampling.top_p
         self.min_p[row] = sampling.min_p
         self.seed[row] = sampling.seed
         self.sample_index[row] = sampling.sample_index
-        self.num_samples[row] = max(1, spec.num_samples)
+        if spec.num_samples > 1:
+            self.num_samples[row] = spec.num_samples
         return row
+
+    def _set_stop_ids(self, row: int, sampling: pb.Sampling) -> None:
+        own = sampling.stop_token_ids
+        if len(own) > STOP_IDS_IN_TABLE:
+            self.more_stop_ids[row] = frozenset(own)
+        stop_ids = [*own[:STOP_IDS_IN_TABLE], *(() if sampling.ignore_eos else self.eos_token_ids)]
+        self.stop_ids[:, row] = -1
+        self.stop_ids[: len(stop_ids), row] = stop_ids
 
     def give_back(self, row: int) -> None:
         self.num_blocks[row] = 0
+        self.more_stop_ids.pop(row, None)
+        self.special.discard(row)
+        self.num_samples.pop(row, None)
         self._free.append(row)
 
     def set_blocks(self, row: int, blocks: Sequence[int]) -> None:
@@ -109,19 +130,26 @@ class SequenceTable:
         self.num_blocks[rows] += 1
 
     def append(self, rows: Rows, token_ids: Int64) -> None:
-        """One new token for each row; everything before it has been computed."""
+        """One new token for each row."""
         length = self.length[rows]
         self.tokens[rows, length] = token_ids
-        self.computed[rows] = length
         self.length[rows] = length + 1
-        self.num_samples[rows] = 1
+        if self.num_samples:
+            for row in rows.tolist():
+                self.num_samples.pop(row, None)
 
     def append_one(self, row: int, token_id: int) -> None:
         """One new token whose predecessors all have KV."""
         length = int(self.length[row])
         self.tokens[row, length] = token_id
         self.length[row] = length + 1
-        self.num_samples[row] = 1
+        self.num_samples.pop(row, None)
+
+    def sample_counts(self, rows: Rows) -> Int32 | None:
+        """Tokens to sample next of each row; None: one of each, as almost always."""
+        if not self.num_samples:
+            return None
+        return np.array([self.num_samples.get(row, 1) for row in rows.tolist()], np.int32)
 
     def lacking_block(self, rows: Rows) -> Rows:
         """Those of ``rows`` whose next token has no block to be written to."""
@@ -137,7 +165,8 @@ def build_plan(table: SequenceTable, step: int, rows: Rows, query_lens: Int32) -
     """
     context = table.computed[rows]
     sampled = (context + query_lens == table.length[rows]).nonzero()[0]
-    counts = table.num_samples[rows[sampled]]
+    drawn = rows if sampled.size == rows.size else rows[sampled]
+    counts = table.sample_counts(drawn)
     max_blocks = int(table.num_blocks[rows].max()) if rows.size else 0
     return StepPlan(
         step=step,
@@ -145,8 +174,8 @@ def build_plan(table: SequenceTable, step: int, rows: Rows, query_lens: Int32) -
         query_lens=query_lens,
         context_lens=context.astype(np.int32),
         block_tables=table.blocks[rows, :max_blocks],
-        sampled=_each(sampled, counts).astype(np.int32),
-        sampling=_sampling_rows(table, rows[sampled], counts),
+        sampled=(sampled if counts is None else np.repeat(sampled, counts)).astype(np.int32),
+        sampling=_sampling_rows(table, drawn, counts),
     )
 
 
@@ -161,25 +190,16 @@ def _next_tokens(table: SequenceTable, rows: Rows, context: Int64, query_lens: I
     return token_ids
 
 
-def _are_several(counts: Int32) -> bool:
-    return bool(counts.size) and int(counts.max()) > 1
-
-
-def _each(values: Int64, counts: Int32) -> Int64:
-    """``values[i]`` ``counts[i]`` times, which is once almost always."""
-    return np.repeat(values, counts) if _are_several(counts) else values
-
-
 def within_groups(counts: Int32) -> Int32:
     """0, 1, ... counts[i] - 1 of each group after the other."""
     starts = np.cumsum(counts) - counts
     return np.arange(int(counts.sum()), dtype=np.int32) - np.repeat(starts, counts).astype(np.int32)
 
 
-def _sampling_rows(table: SequenceTable, rows: Rows, counts: Int32) -> SamplingRows:
+def _sampling_rows(table: SequenceTable, rows: Rows, counts: Int32 | None) -> SamplingRows:
     """One per sample of each row: they differ in the sample index alone."""
     sample_index = table.sample_index[rows]
-    if _are_several(counts):
+    if counts is not None:
         sample_index = np.repeat(sample_index, counts) + within_groups(counts)
         rows = np.repeat(rows, counts)
     return SamplingRows(

@@ -37,11 +37,11 @@ def build_parts(
 ) -> EngineParts:
     """``root``: of this worker's block hash chain."""
     blocks = BlockPool(backend.kv.num_blocks, prefix_cache=pool.prefix_cache)
-    table = SequenceTable(pool.max_batch_seqs, backend.max_model_len, pool.block_size)
-    sequences = Sequences(table, blocks, root, clock, lease_s, backend.vocab_size)
-    return EngineParts(
-        blocks, sequences, Stepper(sequences, StopRules(table, backend.eos_token_ids))
+    table = SequenceTable(
+        pool.max_batch_seqs, backend.max_model_len, pool.block_size, backend.eos_token_ids
     )
+    sequences = Sequences(table, blocks, root, clock, lease_s, backend.vocab_size)
+    return EngineParts(blocks, sequences, Stepper(sequences, StopRules(table)))
 
 
 def config_on_host(values: dict[str, Any], address: Callable[[], str]) -> Config:

@@ -86,7 +86,7 @@ class Worker(ABC):
         self.pool = pools(shape.num_blocks)
         table = SequenceTable(MAX_SEQS, MAX_MODEL_LEN, shape.block_size)
         self.sequences = Sequences(table, self.pool, ROOT, world.agenda.clock, LEASE_S, VOCAB_SIZE)
-        self.stepper = Stepper(self.sequences, StopRules(table, ()))
+        self.stepper = Stepper(self.sequences, StopRules(table))
         self.memory = PagedKvMemory(self.kv.slots, self.layout, self.pool.generations)
         self.role: PrefillRole | DecodeRole = self._role()
         runner = FakeRunner(
