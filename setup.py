@@ -9,12 +9,12 @@ from pathlib import Path
 from setuptools import Extension, setup
 
 
-def optional_library(folder: str, source: str, name: str, *options: str) -> Extension:
-    """``kernels/FOLDER/SOURCE``, with the headers beside it, as a library there."""
+def optional_library(folder: str, sources: list[str], name: str, *options: str) -> Extension:
+    """``kernels/FOLDER/SOURCE`` of each source, as a library there."""
     return Extension(
         f"kvferry.kernels.{folder}.{name}",
-        [f"kernels/{folder}/{source}"],
-        depends=sorted(str(path) for path in Path("kernels", folder).glob("*.h")),
+        [f"kernels/{folder}/{source}" for source in sources],
+        depends=sorted(str(path) for path in Path("kernels").glob("*/*.h")),
         # A product is rounded before a sum, as it is where both are apart.
         extra_compile_args=["-O3", "-std=gnu11", "-ffp-contract=off", *options],
         extra_link_args=list(options),
@@ -25,8 +25,8 @@ def optional_library(folder: str, source: str, name: str, *options: str) -> Exte
 
 setup(
     ext_modules=[
-        optional_library("kv_pack", "host_pack.c", "_host_pack"),
-        optional_library("cpu", "cpu_ops.c", "_cpu_ops", "-pthread"),
+        optional_library("kv_pack", ["host_pack.c"], "_host_pack"),
+        optional_library("cpu", ["cpu_ops.c", "elements.c"], "_cpu_ops", "-pthread"),
     ],
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

@@ -21,7 +21,7 @@ from kvferry.engine.quantised_attention import QuantisedAttention
 from kvferry.engine.sampler import sample
 from kvferry.engine.step_tensors import StepArrays, StepTensors
 from kvferry.kernels.ops import Backend
-from kvferry.models.decoder import Attend, Decoder, Heads
+from kvferry.models.decoder import Attend, Decoder, Telling
 
 
 class ModelRunner:
@@ -74,7 +74,7 @@ class ModelRunner:
         attend = self._attention(tensors)
         if layer_done is not None:
             layer_done(0, self._event())
-            attend = self._telling(attend, layer_done)
+            attend = Telling(attend, lambda layer: layer_done(layer + 1, self._event()))
         hidden = self._decoder(tensors.token_ids, tensors.positions, attend)
         return self._decoder.logits(hidden[tensors.sampled_tokens])
 
@@ -97,16 +97,6 @@ class ModelRunner:
         buckets = buckets_for(max_seqs, max_query_len)
         self._graphs = DecodeGraphs(run, buckets, max_blocks, self._device)
         self._graphs.capture_all(capture, progress)
-
-    def _telling(self, attend: Attend, layer_done: LayerDone) -> Attend:
-        """``attend``, which writes the KV of its layer, and then word of that."""
-
-        def attend_and_tell(layer: int, heads: Heads) -> torch.Tensor:
-            out = attend(layer, heads)
-            layer_done(layer + 1, self._event())
-            return out
-
-        return attend_and_tell
 
     def _event(self) -> torch.cuda.Event | None:
         """What the compute stream has been told to do so far; None where nothing runs behind."""

@@ -59,6 +59,19 @@ Attend = Callable[[int, Heads], Tensor]
 Rotation = tuple[Tensor, Tensor]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Telling:
+    """An ``Attend`` that tells of each layer whose keys and values are written."""
+
+    attend: Attend
+    tell: Callable[[int], None]
+
+    def __call__(self, layer: int, heads: Heads) -> Tensor:
+        out = self.attend(layer, heads)
+        self.tell(layer)
+        return out
+
+
 class Embedding(nn.Module):
     """Rows of a table."""
 

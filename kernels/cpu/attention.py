@@ -17,12 +17,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvferry.kernels.cpu.library import Attention, Cache, CpuOps, Rotation
+from kvferry.kernels.cpu.library import Attention, Batch, Cache, CpuOps, Rotation
+from kvferry.kernels.cpu.rows import LEAST_SHARED
 from kvferry.kernels.kv_layer import KvLayer
 
 MOST_HEAD_DIM = 256
 TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn)
-"""Of caches that attention reads; in the order of ``types.h``."""
+"""Of caches; in the order of ``types.h``."""
 SPAN = np.dtype([(name, np.int32) for name in (
     "seq", "query", "num_queries", "position", "head", "num_heads",
 )])  # fmt: skip
@@ -33,23 +34,12 @@ _TILE, _MOST_TILE_ROWS, _LANES = 64, 14, 16
 
 
 def is_read(kv: KvLayer) -> bool:
-    """Whether attention reads such a cache."""
+    """Whether such a cache is written and read here."""
     return (
         kv.k.dtype in TYPES
         and kv.head_dim % _LANES == 0
         and kv.head_dim <= MOST_HEAD_DIM
         and kv.k.stride(3) == 1
-        and kv.k.stride() == kv.v.stride()
-    )
-
-
-def is_written(kv: KvLayer) -> bool:
-    """Whether ``rotate_and_write`` writes such a cache: its slots must be evenly spaced."""
-    _, token_stride, head_stride, _ = kv.k.stride()
-    return (
-        kv.k.dtype is torch.float32
-        and head_stride == kv.head_dim
-        and kv.k.stride(0) == kv.block_size * token_stride
         and kv.k.stride() == kv.v.stride()
     )
 
@@ -61,7 +51,8 @@ def cut_into_spans(
     group: int,
     workers: int,
 ) -> NDArray[np.void]:
-    """Spans of a step's S sequences, the longest first. query_starts [S + 1], context_lens [S].
+    """Spans of a step's S sequences, one share for each worker after the other, of about the same
+    work, the longest first. query_starts [S + 1], context_lens [S].
 
     Sequences with few tokens are one span, whose keys are read in the order of memory, unless there
     are too few of them for the workers: then each head is one.
@@ -83,20 +74,21 @@ def cut_into_spans(
         spans["num_heads"] = 1
     keys = spans["position"].astype(np.int64) + spans["num_queries"]
     work: NDArray[np.int64] = keys * spans["num_heads"]
-    return spans[np.argsort(-work, kind="stable")]
+    order = np.argsort(-work, kind="stable")
+    return spans[np.concatenate([order[i::workers] for i in range(workers)])]
 
 
 @dataclass(slots=True, eq=False)
-class SpanPlan:
-    """A step's spans with the memory that attention over them takes. Reused by all layers."""
+class StepBatch:
+    """A step's tokens, cut into spans, with the memory that attention over them takes. All layers
+    share it.
+    """
 
-    spans: NDArray[np.void]
-    tables: NDArray[np.int32]
-    """[S, max_blocks], C-contiguous."""
-    scratch: torch.Tensor
-    """float32 [workers, floats]"""
     call: ctypes.Structure
-    """What all layers' calls have in common."""
+    kept: list[object]
+    """What the call's pointers lead to."""
+    workers: int
+    rotation: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @classmethod
     def of(
@@ -104,31 +96,41 @@ class SpanPlan:
         query_starts: NDArray[np.int64],
         context_lens: NDArray[np.int32],
         tables: NDArray[np.int32],
+        slots: torch.Tensor,
         kv: KvLayer,
         group: int,
         workers: int,
-    ) -> SpanPlan:
-        """Raises IndexError for a block that is not in the cache."""
+    ) -> StepBatch:
+        """slots int64 [T]: where each token's keys and values go; a negative one is left out.
+        Raises IndexError for a block or slot that is not in the cache.
+        """
         spans = cut_into_spans(query_starts, context_lens, kv.num_kv_heads, group, workers)
         lengths = np.diff(query_starts) + context_lens
         used = np.arange(tables.shape[1]) < -(-lengths // kv.block_size)[:, None]
         if ((tables < 0) | (tables >= len(kv.k)))[used].any():
             raise IndexError(f"tables: a block is outside the cache of {len(kv.k)}")
+        if len(slots) and int(slots.max()) >= len(kv.k) * kv.block_size:
+            raise IndexError(f"slots: one is outside the cache of {len(kv.k)} blocks")
         rows = int((spans["num_queries"] * spans["num_heads"]).max(initial=0)) * group
         floats = 2 * _TILE * kv.head_dim + _MOST_TILE_ROWS * _TILE + rows * (2 * kv.head_dim + 2)
         scratch = torch.empty(workers, -(-floats // _LANES) * _LANES)
-        tables = np.ascontiguousarray(tables, np.int32)
-        call = Attention(
+        tables, slots = np.ascontiguousarray(tables, np.int32), slots.contiguous()
+        call = Batch(
+            tokens=len(slots),
+            slots=slots.data_ptr(),
             spans=spans.ctypes.data,
             num_spans=len(spans),
             tables=tables.ctypes.data,
             table_stride=tables.shape[1],
-            group=group,
-            scale=float(kv.head_dim**-0.5),
             scratch=scratch.data_ptr(),
             scratch_stride=scratch.stride(0),
         )
-        return cls(spans, tables, scratch, call)
+        return cls(call, [spans, tables, slots, scratch], workers)
+
+    def rotate_by(self, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """cos, sin: float32 [T, R / 2], of each token's position."""
+        cos, sin = self.rotation = cos.contiguous(), sin.contiguous()
+        self.call.cos, self.call.sin = cos.data_ptr(), sin.data_ptr()
 
 
 def cache_of(kv: KvLayer) -> ctypes.Structure:
@@ -147,47 +149,49 @@ def cache_of(kv: KvLayer) -> ctypes.Structure:
     return cache
 
 
-def attend(ops: CpuOps, q: torch.Tensor, cache: ctypes.Structure, plan: SpanPlan) -> torch.Tensor:
-    """Causal attention of q [T, Hq, D], contiguous, over a ``cache_of``: [T, Hq, D]."""
-    out = torch.empty_like(q)
-    call = plan.call
-    call.q, call.out, call.cache = q.data_ptr(), out.data_ptr(), addressof(cache)
-    ops.attention(byref(call), ops.lanes, len(plan.scratch))
+def rotate_and_keep(
+    ops: CpuOps,
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    norms: tuple[torch.Tensor, torch.Tensor, float] | None,
+    cache: ctypes.Structure,
+    batch: StepBatch,
+) -> torch.Tensor:
+    """``rope_kv_write`` into a ``cache_of``: the rotated q [T, Hq, D].
+
+    q [T, Hq, D], k and v [T, Hkv, D], each token's heads contiguous; the batch has its rotation.
+    norms: weights [D] of q's and k's, and their eps.
+    """
+    q = qkv[0]
+    assert batch.rotation is not None, "rotate_by comes first"
+    out = torch.empty(q.shape)
+    q_norm, k_norm, eps = norms or (None, None, 0.0)
+    call = Rotation(
+        addressof(batch.call),
+        *(x.data_ptr() for x in qkv),
+        *(x.stride(0) for x in qkv),
+        None if q_norm is None else q_norm.data_ptr(),
+        None if k_norm is None else k_norm.data_ptr(),
+        out.data_ptr(),
+        addressof(cache),
+        q.shape[1],
+        batch.rotation[0].shape[1],
+        eps,
+    )
+    ops.rotate(byref(call), ops.lanes, batch.workers if q.numel() >= LEAST_SHARED else 1)
     return out
 
 
-def rotate_and_write(
-    ops: CpuOps,
-    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    rotation: tuple[torch.Tensor, torch.Tensor],
-    slots: torch.Tensor,
-    kv: KvLayer,
-    workers: int,
-) -> torch.Tensor:
-    """``rope_kv_write`` without norms, into a cache that ``is_written``: the rotated q [T, Hq, D].
-
-    q [T, Hq, D], k and v [T, Hkv, D], each token's heads contiguous; slots int64 [T] inside the
-    cache; the rotation's cos and sin [T, R / 2], contiguous.
-    """
-    q, k, v = qkv
-    cos, sin = rotation
-    out = torch.empty(q.shape)
-    stride, half = kv.k.stride(1), cos.shape[1]
-    for x, y, y_stride, at, turned in (
-        (q, out, out.stride(0), None, half),
-        (k, kv.k, stride, slots.data_ptr(), half),
-        (v, kv.v, stride, slots.data_ptr(), 0),
-    ):
-        call = Rotation(
-            x.data_ptr(),
-            x.stride(0),
-            cos.data_ptr(),
-            sin.data_ptr(),
-            y.data_ptr(),
-            y_stride,
-            at,
-            *x.shape,
-            turned,
-        )
-        ops.rotate(byref(call), ops.lanes, workers if x.numel() >= 1 << 15 else 1)
+def attend(ops: CpuOps, q: torch.Tensor, cache: ctypes.Structure, batch: StepBatch) -> torch.Tensor:
+    """Causal attention of q [T, Hq, D], contiguous, over a ``cache_of``: [T, Hq, D]."""
+    out = torch.empty_like(q)
+    _, num_heads, head_dim = q.shape
+    call = Attention(
+        addressof(batch.call),
+        q.data_ptr(),
+        out.data_ptr(),
+        addressof(cache),
+        num_heads // cache.heads,
+        head_dim**-0.5,
+    )
+    ops.attention(byref(call), ops.lanes, batch.workers)
     return out

@@ -10,40 +10,29 @@
 
 #include "types.h"
 
-enum { ABI = 2 };
+enum { ABI = 3 };
 enum { NONE, AVX2, AVX512 };
 
 /* NO_LANES: tests build what there is on another kind of CPU. */
 #if defined(__x86_64__) && !defined(NO_LANES)
 #include <immintrin.h>
 
+#include "elements.h"
 #include "pool.h"
 
 enum { ROWS_PER_TASK = 8 };
 
-/* Of FP8's bytes. */
-static float e4m3_value[256];
-
-__attribute__((constructor)) static void find_e4m3_values(void)
-{
-    for (int byte = 0; byte < 256; byte++) {
-        int exponent = byte >> 3 & 15, mantissa = byte & 7;
-        float value = exponent ? ldexpf((float)(8 + mantissa), exponent - 10)
-                               : ldexpf((float)mantissa, -9);
-        value = (byte & 0x7F) == 0x7F ? NAN : value;
-        e4m3_value[byte] = byte & 0x80 ? -value : value;
-    }
-}
-
 #include "lanes_avx2.h"
 #include "product.h"
 #include "rows.h"
+#include "tiles.h"
 #include "attention.h"
 #include "no_lanes.h"
 
 #include "lanes_avx512.h"
 #include "product.h"
 #include "rows.h"
+#include "tiles.h"
 #include "attention.h"
 #include "no_lanes.h"
 
@@ -71,24 +60,46 @@ OPERATION(swiglu, swiglu_t)
 OPERATION(rotate, rotation_t)
 OPERATION(attention, attention_t)
 
-/* Operations on `rows` rows each, whatever their own number of rows says. */
-void kvferry_run(const step_t *steps, int64_t count, int64_t rows, int lanes, int workers)
+static void run_step(const step_t *step, const batch_t *batch, int lanes, int workers)
 {
-    for (const step_t *step = steps; step < steps + count; step++) {
-        if (step->kind == PRODUCT) {
-            product_t call = *(const product_t *)step->call;
-            call.rows = rows;
-            kvferry_product(&call, lanes, workers);
-        } else if (step->kind == NORM) {
-            norm_t call = *(const norm_t *)step->call;
-            call.rows = rows;
-            kvferry_norm(&call, lanes, workers);
-        } else {
-            swiglu_t call = *(const swiglu_t *)step->call;
-            call.rows = rows;
-            kvferry_swiglu(&call, lanes, workers);
-        }
+    switch (step->kind) {
+    case PRODUCT: {
+        product_t call = *(const product_t *)step->call;
+        call.rows = batch->tokens;
+        kvferry_product(&call, lanes, workers);
+        break;
     }
+    case NORM: {
+        norm_t call = *(const norm_t *)step->call;
+        call.rows = batch->tokens;
+        kvferry_norm(&call, lanes, workers);
+        break;
+    }
+    case SWIGLU: {
+        swiglu_t call = *(const swiglu_t *)step->call;
+        call.rows = batch->tokens;
+        kvferry_swiglu(&call, lanes, workers);
+        break;
+    }
+    case ROTATE: {
+        rotation_t call = *(const rotation_t *)step->call;
+        call.batch = batch;
+        kvferry_rotate(&call, lanes, workers);
+        break;
+    }
+    case ATTENTION: {
+        attention_t call = *(const attention_t *)step->call;
+        call.batch = batch;
+        kvferry_attention(&call, lanes, workers);
+    }
+    }
+}
+
+/* Operations on the tokens of a batch, whatever they say of rows or batches themselves. */
+void kvferry_run(const step_t *steps, int64_t count, const batch_t *batch, int lanes, int workers)
+{
+    for (const step_t *step = steps; step < steps + count; step++)
+        run_step(step, batch, lanes, workers);
 }
 #else
 static int most_lanes(void)

@@ -12,7 +12,7 @@ from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-ABI = 2
+ABI = 3
 """As in ``cpu_ops.c``: a library left behind by an older version is not used."""
 NAME = "_cpu_ops"
 _OPERATIONS = ("product", "norm", "swiglu", "rotate", "attention")
@@ -42,19 +42,20 @@ Norm = _struct(
     "size", "~eps",
 )  # fmt: skip
 Swiglu = _struct("Swiglu", "*gate", "*up", "gate_stride", "up_stride", "*y", "rows", "size")
-Rotation = _struct(
-    "Rotation", "*x", "x_stride", "*cos", "*sin", "*y", "y_stride", "*slots", "tokens", "heads",
-    "head_dim", "half",
-)  # fmt: skip
 Cache = _struct(
     "Cache", "*k", "*v", "*k_scale", "*v_scale", "block_stride", "token_stride", "head_stride",
     "block_size", "heads", "head_dim", "type",
 )  # fmt: skip
-Step = _struct("Step", "kind", "*call")
-Attention = _struct(
-    "Attention", "*q", "*out", "*cache", "*spans", "num_spans", "*tables", "table_stride", "group",
-    "~scale", "*scratch", "scratch_stride",
+Batch = _struct(
+    "Batch", "tokens", "*cos", "*sin", "*slots", "*spans", "num_spans", "*tables", "table_stride",
+    "*scratch", "scratch_stride",
 )  # fmt: skip
+Rotation = _struct(
+    "Rotation", "*batch", "*q", "*k", "*v", "q_stride", "k_stride", "v_stride", "*q_norm",
+    "*k_norm", "*out", "*cache", "q_heads", "half", "~eps",
+)  # fmt: skip
+Attention = _struct("Attention", "*batch", "*q", "*out", "*cache", "group", "~scale")
+Step = _struct("Step", "kind", "*call")
 
 
 class CpuOps:
@@ -82,8 +83,10 @@ class CpuOps:
         self.rotate = found["rotate"]
         self.attention = found["attention"]
         self.run = library.kvferry_run
-        """Takes an array of steps, how many they are, rows, the lanes and the number of threads."""
-        self.run.argtypes = (ctypes.c_void_p, *[ctypes.c_int64] * 2, *[ctypes.c_int] * 2)
+        """Takes an array of steps, their number, a batch, the lanes and the number of threads."""
+        self.run.argtypes = (
+            ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int, ctypes.c_int,
+        )  # fmt: skip
         self.run.restype = None
 
 

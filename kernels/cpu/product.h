@@ -20,7 +20,7 @@ TARGET INLINE void NAME(tile)(const int rows, const int panels, tile_t at, const
         sum[r][j] = LOAD(at.from + r * at.from_stride + j * LANES);
     for (int64_t k = 0; k < at.depth; k++) {
         EACH(j, panels * PARTS)
-            w[j] = LOAD(at.w + (j / PARTS) * at.panel_stride + k * PANEL + j % PARTS * LANES);
+            w[j] = LOAD(at.w + (j / PARTS) * at.panel_stride + k * at.w_stride + j % PARTS * LANES);
         EACH(p, ahead_panels)
             __builtin_prefetch(ahead + p * at.panel_stride + k * PANEL, 0, 2);
         EACH(r, rows) {
@@ -75,8 +75,8 @@ TARGET static void NAME(product_task)(const void *call, int64_t task, int worker
     int64_t first = task * PANELS, blocks = (p->rows + ROWS - 1) / ROWS;
     int panels = (int)(p->panels - first < PANELS ? p->panels - first : PANELS);
     int to_fetch = (int)(p->panels - first - panels < panels ? p->panels - first - panels : panels);
-    tile_t at = {.x_stride = p->x_stride, .panel_stride = p->panel_stride, .depth = p->depth,
-                 .y_stride = p->y_stride, .w = p->w + first * p->panel_stride};
+    tile_t at = {.x_stride = p->x_stride, .panel_stride = p->panel_stride, .w_stride = PANEL,
+                 .depth = p->depth, .y_stride = p->y_stride, .w = p->w + first * p->panel_stride};
     float zero[PANELS * PANEL] = {0};
     at.from = p->bias ? p->bias + first * PANEL : zero;
     (void)worker;

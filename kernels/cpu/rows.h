@@ -71,19 +71,11 @@ TARGET static void NAME(swiglu_row)(const float *gate, const float *up, float *y
     memcpy(y + whole, rest[2], nbytes);
 }
 
-/* One row of `norm_t`. */
-TARGET static void NAME(norm_row)(const norm_t *p, int64_t row)
+/* weight * x / sqrt(mean(x^2) + eps) of one row. */
+TARGET static void NAME(norm_of)(const float *x, const float *weight, float *y, int64_t size,
+                                 float eps)
 {
-    const float *x = p->x + row * p->x_stride;
-    float *y = p->y + row * p->size;
-    int64_t whole = p->size & NAME(WHOLE), left = p->size - whole;
-    if (p->residual) {
-        const float *residual = p->residual + row * p->residual_stride;
-        float *total = p->total + row * p->size;
-        for (int64_t i = 0; i < p->size; i++)
-            total[i] = residual[i] + x[i];
-        x = total;
-    }
+    int64_t whole = size & NAME(WHOLE), left = size - whole;
     NAME(lanes_t) squares;
     EACH_PART(i) squares.part[i] = ALL(0.0f);
     for (int64_t k = 0; k < whole; k += PANEL)
@@ -97,28 +89,63 @@ TARGET static void NAME(norm_row)(const norm_t *p, int64_t row)
         VECTOR value = LOAD(rest + i * LANES);
         squares.part[i] = FMA(value, value, squares.part[i]);
     }
-    float by = 1.0f / sqrtf(NAME(sum_of)(squares) / (float)p->size + p->eps);
-    for (int64_t k = 0; k < p->size; k++)
-        y[k] = p->weight[k] * (x[k] * by);
+    float by = 1.0f / sqrtf(NAME(sum_of)(squares) / (float)size + eps);
+    for (int64_t k = 0; k < size; k++)
+        y[k] = weight[k] * (x[k] * by);
 }
 
-/* Halves of the first 2 * half elements of each head, turned. */
-TARGET static void NAME(rotate_row)(const rotation_t *p, int64_t row)
+TARGET static void NAME(norm_row)(const norm_t *p, int64_t row)
 {
-    const float *restrict x = p->x + row * p->x_stride;
-    int64_t slot = p->slots ? p->slots[row] : row;
-    float *restrict y = p->y + slot * p->y_stride;
+    const float *x = p->x + row * p->x_stride;
+    if (p->residual) {
+        const float *residual = p->residual + row * p->residual_stride;
+        float *total = p->total + row * p->size;
+        for (int64_t i = 0; i < p->size; i++)
+            total[i] = residual[i] + x[i];
+        x = total;
+    }
+    NAME(norm_of)(x, p->weight, p->y + row * p->size, p->size, p->eps);
+}
+
+/* A head at its position: normed if there is a weight, then its halves turned. */
+TARGET static void NAME(turn)(const rotation_t *p, int64_t token, const float *restrict x,
+                              const float *weight, float *restrict y)
+{
+    const float *restrict cos = p->batch->cos + token * p->half;
+    const float *restrict sin = p->batch->sin + token * p->half;
+    int64_t half = p->half, dim = p->cache->head_dim;
+    float normed[MOST_HEAD_DIM];
+    if (weight) {
+        NAME(norm_of)(x, weight, normed, dim, p->eps);
+        x = normed;
+    }
+    for (int64_t i = 0; i < half; i++) {
+        float low = x[i], high = x[i + half];
+        y[i] = low * cos[i] - high * sin[i];
+        y[i + half] = high * cos[i] + low * sin[i];
+    }
+    memcpy(y + 2 * half, x + 2 * half, (size_t)(dim - 2 * half) * sizeof(float));
+}
+
+/* One token of `rotation_t`. */
+TARGET static void NAME(rotate_row)(const rotation_t *p, int64_t token)
+{
+    const cache_t *cache = p->cache;
+    int64_t slot = p->batch->slots[token], dim = cache->head_dim;
+    for (int64_t head = 0; head < p->q_heads; head++)
+        NAME(turn)(p, token, p->q + token * p->q_stride + head * dim, p->q_norm,
+                   p->out + (token * p->q_heads + head) * dim);
     if (slot < 0)
         return;
-    const float *restrict cos = p->cos + row * p->half, *restrict sin = p->sin + row * p->half;
-    for (int64_t head = 0; head < p->heads; head++, x += p->head_dim, y += p->head_dim) {
-        for (int64_t i = 0; i < p->half; i++) {
-            float low = x[i], high = x[i + p->half];
-            y[i] = low * cos[i] - high * sin[i];
-            y[i + p->half] = high * cos[i] + low * sin[i];
-        }
-        memcpy(y + 2 * p->half, x + 2 * p->half,
-               (size_t)(p->head_dim - 2 * p->half) * sizeof(float));
+    int64_t at = slot / cache->block_size * cache->block_stride
+                 + slot % cache->block_size * cache->token_stride;
+    for (int64_t head = 0; head < cache->heads; head++, at += cache->head_stride) {
+        float key[MOST_HEAD_DIM];
+        int64_t scale = slot * cache->heads + head;
+        NAME(turn)(p, token, p->k + token * p->k_stride + head * dim, p->k_norm, key);
+        keep_head(cache->type, key, cache->k, at, cache->k_scale ? cache->k_scale + scale : 0, dim);
+        keep_head(cache->type, p->v + token * p->v_stride + head * dim, cache->v, at,
+                  cache->v_scale ? cache->v_scale + scale : 0, dim);
     }
 }
 
@@ -144,7 +171,7 @@ ROW_TASK(swiglu, swiglu_t,
          NAME(swiglu_row)(p->gate + row * p->gate_stride, p->up + row * p->up_stride,
                           p->y + row * p->size, p->size))
 #undef ROWS_OF
-#define ROWS_OF(p) (p)->tokens
+#define ROWS_OF(p) (p)->batch->tokens
 ROW_TASK(rotate, rotation_t, NAME(rotate_row)(p, row))
 #undef ROWS_OF
 #undef ROW_TASK

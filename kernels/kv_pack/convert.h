@@ -9,7 +9,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#include "xxh3.h" /* for the kinds of CPU */
+#include "kinds.h"
 
 enum { FLOAT32, BFLOAT16, FLOAT16, INT8, E4M3 };
 enum { CHUNK = 2048 }; /* elements that are converted at a time, and most of a head */

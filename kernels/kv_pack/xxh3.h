@@ -10,17 +10,14 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "kinds.h"
+
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "digests are defined over little-endian words; the Python path does without this file"
 #endif
 
 enum { STRIPE = 64, LANES = 8, STRIPES_PER_BLOCK = 16, SECRET = 192 };
 enum { SCRAMBLE = SECRET - STRIPE, LAST = SCRAMBLE - 7 }; /* places in the secret */
-enum { PLAIN = 0, AVX2 = 1, AVX512 = 2 };
-/* Tests build each of them. */
-#ifndef MOST_LANES
-#define MOST_LANES AVX512
-#endif
 
 typedef struct {
     uint64_t lanes[LANES];

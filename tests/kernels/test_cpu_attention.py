@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -12,13 +13,13 @@ from hypothesis import strategies as st
 
 from kvferry.kernels.cpu.attention import (
     SPAN,
-    SpanPlan,
+    TYPES,
+    StepBatch,
     attend,
     cache_of,
     cut_into_spans,
     is_read,
-    is_written,
-    rotate_and_write,
+    rotate_and_keep,
 )
 from kvferry.kernels.cpu.library import CpuOps, Lanes
 from kvferry.kernels.kv_layer import KvLayer, dequantised, quantised
@@ -72,8 +73,9 @@ def random_step(
 
 def ours(cpu: CpuOps, step: Step, workers: int = 1) -> torch.Tensor:
     group = step.q.shape[1] // step.kv.num_kv_heads
-    plan = SpanPlan.of(step.starts, step.contexts, step.tables, step.kv, group, workers)
-    return attend(cpu, step.q, cache_of(step.kv), plan)
+    slots = torch.full((len(step.q),), -1)
+    batch = StepBatch.of(step.starts, step.contexts, step.tables, slots, step.kv, group, workers)
+    return attend(cpu, step.q, cache_of(step.kv), batch)
 
 
 def expected(step: Step) -> torch.Tensor:
@@ -167,29 +169,96 @@ def test_spans_cover_every_query_of_every_head_once(
     assert (seen == 1).all()
 
 
-@pytest.mark.parametrize("half", [32, 24])
-def test_rotation_and_write(cpu: CpuOps, half: int, two_threads: None) -> None:
+def shares_of(lengths: list[tuple[int, int]], workers: int) -> list[int]:
+    """Keys times heads in each worker's share of the spans."""
+    starts = np.cumsum([0, *(new for _, new in lengths)], dtype=np.int64)
+    contexts = np.array([context for context, _ in lengths], np.int32)
+    spans = cut_into_spans(starts, contexts, 3, 3, workers)
+    work = (spans["position"] + spans["num_queries"]) * spans["num_heads"]
+    bounds = [len(spans) * i // workers for i in range(workers + 1)]
+    return [int(work[i:j].sum()) for i, j in pairwise(bounds)]
+
+
+def test_each_worker_begins_with_a_share_of_about_the_same_work() -> None:
+    lengths = [(context, 1) for context in range(100, 4000, 100)]
+    for workers in (2, 3):
+        shares = shares_of(lengths, workers)
+        assert max(shares) < 1.2 * min(shares)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize(("half", "normed"), [(32, False), (24, True)])
+def test_rotation_and_write(
+    cpu: CpuOps, dtype: torch.dtype, half: int, normed: bool, two_threads: None
+) -> None:
     q, k, v = (torch.randn(200, heads, 64) for heads in (6, 2, 2))
+    v[7] = 0.0
+    v[8, 1, 3] = torch.nan
     cos, sin = torch.randn(2, 200, half)
+    norms = (torch.randn(64), torch.randn(64), 1e-5) if normed else None
     slots = torch.randperm(320)[:200]
     slots[5] = -1
-    caches = [KvLayer(*torch.zeros(2, 20, 16, 2, 64)) for _ in range(2)]
-    rotated = rotate_and_write(cpu, (q, k, v), (cos, sin), slots, caches[0], 2)
-    reference = rope_kv_write(q, k, v, cos, sin, slots, caches[1])
-    assert torch.allclose(rotated, reference, atol=1e-6)
-    assert torch.allclose(caches[0].k, caches[1].k, atol=1e-6)
-    assert torch.equal(caches[0].v, caches[1].v)
+    caches = [random_step([(300, 1)], heads=2, dtype=dtype).kv for _ in range(2)]
+    for ours, other in ((caches[0].k, caches[1].k), (caches[0].v, caches[1].v)):
+        ours.copy_(other)
+    if caches[0].k_scale is not None:
+        for cache in caches:
+            cache.k_scale.zero_()
+            cache.v_scale.zero_()
+    batch = StepBatch.of(
+        np.arange(201),
+        np.zeros(200, np.int32),
+        np.zeros((200, 1), np.int32),
+        slots,
+        caches[0],
+        3,
+        2,
+    )
+    batch.rotate_by(cos, sin)
+    rotated = rotate_and_keep(cpu, (q, k, v), norms, cache_of(caches[0]), batch)
+    weights = norms or (None, None, 0.0)
+    reference = rope_kv_write(q, k, v, cos, sin, slots, caches[1], *weights)
+    assert torch.allclose(rotated, reference, rtol=1e-5, atol=1e-5)
+    # Values are not computed with: they are the same bits, whatever becomes of a NaN.
+    at = slots[slots >= 0]
+    assert same(caches[0].v, caches[1].v)
+    if caches[0].v_scale is not None:
+        assert same(caches[0].v_scale, caches[1].v_scale)
+    wanted, found = (
+        dequantised(cache.k, cache.k_scale).flatten(0, 1)[at] for cache in (caches[1], caches[0])
+    )
+    last_place = ROUNDINGS[dtype] * wanted.abs()
+    if dtype is torch.int8:
+        last_place = wanted.abs().amax(-1, keepdim=True) / 127
+    assert ((found - wanted).abs() <= 1.01 * last_place + 1e-4).all()
 
 
-def test_which_caches_are_read_and_written() -> None:
-    plain = KvLayer(*torch.zeros(2, 4, 16, 2, 64))
-    assert is_read(plain)
-    assert is_written(plain)
-    half = KvLayer(*torch.zeros(2, 4, 16, 2, 64, dtype=torch.float16))
-    assert is_read(half)
-    assert not is_written(half)
+ROUNDINGS = {
+    torch.float32: 2**-18,
+    torch.bfloat16: 2**-7,
+    torch.float16: 2**-10,
+    torch.int8: 0.0,
+    torch.float8_e4m3fn: 2**-3,
+}
+"""The last place of an element, of it: where another order of a sum may round it otherwise."""
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Bit for bit, but for which NaN a NaN is."""
+    a, b = a.to(torch.float32), b.to(torch.float32)
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def test_a_slot_outside_the_cache_is_refused() -> None:
+    kv = KvLayer(*torch.zeros(2, 4, 16, 2, 64))
+    one, zero = np.arange(2), np.zeros(1, np.int32)
+    with pytest.raises(IndexError, match="slots"):
+        StepBatch.of(one, zero, zero[None], torch.tensor([64]), kv, 3, 1)
+
+
+def test_which_caches_are_written_and_read() -> None:
+    assert is_read(KvLayer(*torch.zeros(2, 4, 16, 2, 64)))
+    assert is_read(KvLayer(*torch.zeros(2, 4, 16, 2, 64, dtype=torch.float16)))
     assert not is_read(KvLayer(*torch.zeros(2, 4, 16, 2, 40)))
     assert not is_read(KvLayer(*torch.zeros(2, 4, 16, 2, 64, dtype=torch.float64)))
-    some_heads = KvLayer(*torch.zeros(2, 4, 16, 3, 64)[:, :, :, 1:])
-    assert is_read(some_heads)
-    assert is_written(some_heads)
+    assert is_read(KvLayer(*torch.zeros(2, 4, 16, 3, 64)[:, :, :, 1:]))
