@@ -57,8 +57,12 @@ def root_hash(
     return BlockHash(state.digest())
 
 
-def block_hash(parent: BlockHash, token_ids: TokenIds) -> BlockHash:
-    """Hash of the block that holds ``token_ids`` after the chain that ends in ``parent``."""
+def block_hash(parent: BlockHash, token_ids: TokenIds | memoryview) -> BlockHash:
+    """Hash of the block that holds ``token_ids`` after the chain that ends in ``parent``. A
+    memoryview is of their bytes: int32, little-endian.
+    """
+    if isinstance(token_ids, memoryview):
+        return _link(parent, token_ids)
     return _link(parent, _token_bytes(token_ids))
 
 

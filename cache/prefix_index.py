@@ -142,25 +142,36 @@ class PrefixIndex:
 
         Raises LookupError when no block can be given up.
         """
+        found, hash_of, copies = self._found, self._hash_of, self._copies
+        parent_of, num_children = self._parent_of, self._num_children
+        added, removed = self._added, self._removed
         blocks: list[BlockId] = []
         heirs: list[BlockId] = []
         for _ in range(count):
-            block, block_hash = self._next_leaf()
-            del self._evictable[block]
-            self._hash_of[block] = None
+            block = self._next_leaf()
+            block_hash = hash_of[block]
+            assert block_hash is not None, "only findable blocks are offered"
+            hash_of[block] = None
             blocks.append(block)
-            if block_hash in self._copies:
+            if block_hash in copies:
                 heirs.append(self._hand_over(block, block_hash))
+                continue
+            del found[block_hash]
+            parent_hash = parent_of[block]
+            if parent_hash is not None:
+                num_children[found[parent_hash]] -= 1
+            if block_hash in added:
+                del added[block_hash]
             else:
-                self._forget(block, block_hash)
+                removed[block_hash] = None
         return blocks, heirs
 
-    def _next_leaf(self) -> tuple[BlockId, BlockHash]:
+    def _next_leaf(self) -> BlockId:
+        """Takes it out of ``evictable``."""
         for block in self._evictable:
-            block_hash = self._hash_of[block]
-            assert block_hash is not None, "only findable blocks are offered"
-            if not self._num_children[block] or block_hash in self._copies:
-                return block, block_hash
+            if not self._num_children[block] or self._hash_of[block] in self._copies:
+                del self._evictable[block]
+                return block
         raise LookupError("no evictable block without findable children")
 
     def _hand_over(self, block: BlockId, block_hash: BlockHash) -> BlockId:
@@ -172,16 +183,6 @@ class PrefixIndex:
         self._parent_of[heir] = self._parent_of[block]
         self._num_children[heir], self._num_children[block] = self._num_children[block], 0
         return heir
-
-    def _forget(self, block: BlockId, block_hash: BlockHash) -> None:
-        del self._found[block_hash]
-        parent_hash = self._parent_of[block]
-        if parent_hash is not None:
-            self._num_children[self._found[parent_hash]] -= 1
-        if block_hash in self._added:
-            del self._added[block_hash]
-        else:
-            self._removed[block_hash] = None
 
     def drain_events(self) -> CacheEvents:
         """Net changes since the last call; at most twice the pool's size waits to be drained."""

@@ -273,7 +273,7 @@ class Sequences:
 
     def publish_all(self, seqs: Sequence[WorkerSequence], num_tokens: Sequence[int]) -> None:
         """The same for several sequences: a step fills blocks of many."""
-        size, root = self.table.block_size, self.root
+        table, size, root = self.table, self.table.block_size, self.root
         blocks: list[BlockId] = []
         hashes: list[BlockHash] = []
         parents: list[BlockHash] = []
@@ -282,8 +282,7 @@ class Sequences:
             for index in range(seq.published, end // size):
                 parent = known[index - 1] if index else root
                 if index == len(known):
-                    tokens = self.table.tokens[seq.row, index * size : (index + 1) * size]
-                    known.append(block_hash(parent, tokens))
+                    known.append(block_hash(parent, table.bytes_of_block(seq.row, index)))
                 blocks.append(seq.blocks[index])
                 hashes.append(known[index])
                 parents.append(parent)

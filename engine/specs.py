@@ -39,16 +39,13 @@ def spec_fault(key: pb.Key, spec: pb.SequenceSpec, vocab_size: int) -> str | Non
 
 
 def _ids_fault(spec: pb.SequenceSpec, vocab_size: int) -> str | None:
-    sampling = spec.sampling
     # Sampling ignores ids that the model lacks; its embedding cannot.
-    if len(spec.token_ids) and int(np.asarray(spec.token_ids).max()) >= vocab_size:
+    if spec.token_ids and np.asarray(spec.token_ids).max() >= vocab_size:
         return f"token_ids: a token id is not below {vocab_size}"
-    for name, ids in (
-        ("stop_token_ids", sampling.stop_token_ids),
-        ("logit_bias", sampling.logit_bias),
-    ):
-        if len(ids) and max(ids) >= INT32_END:
-            return f"{name}: a token id is not below {INT32_END}"
+    if max(spec.sampling.stop_token_ids, default=0) >= INT32_END:
+        return f"stop_token_ids: a token id is not below {INT32_END}"
+    if max(spec.sampling.logit_bias, default=0) >= INT32_END:
+        return f"logit_bias: a token id is not below {INT32_END}"
     return None
 
 

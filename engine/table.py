@@ -38,7 +38,8 @@ class SequenceTable:
         self.max_model_len = max_model_len
         self.block_size = block_size
         max_blocks = -(-max_model_len // block_size)
-        self.tokens: Int32 = np.zeros((max_rows, max_model_len), np.int32)
+        self.tokens: Int32 = np.zeros((max_rows, max_model_len), "<i4")
+        self._token_bytes = self.tokens.data.cast("B")
         self.blocks: Int32 = np.zeros((max_rows, max_blocks), np.int32)
         self.num_blocks: Int32 = np.zeros(max_rows, np.int32)
         self.length: Int64 = np.zeros(max_rows, np.int64)
@@ -111,6 +112,11 @@ class SequenceTable:
         stop_ids = [*own[:STOP_IDS_IN_TABLE], *(() if sampling.ignore_eos else self.eos_token_ids)]
         self.stop_ids[:, row] = -1
         self.stop_ids[: len(stop_ids), row] = stop_ids
+
+    def bytes_of_block(self, row: int, index: int) -> memoryview:
+        """The tokens of a full block of a row."""
+        start = (row * self.max_model_len + index * self.block_size) * 4
+        return self._token_bytes[start : start + self.block_size * 4]
 
     def give_back(self, row: int) -> None:
         self.num_blocks[row] = 0
