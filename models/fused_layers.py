@@ -5,9 +5,9 @@ outside. The results are the same, bit for bit.
     middle   their rotation, the write of keys and values, attention
     after    o; norm of that + residual; gate, up, their unit; down
 
-See ``fused_calls.py`` for what a call is given. Whoever wants to know when a layer's keys and values
-are written is told between two calls; attention that is not the library's is called in place of the
-middle.
+See ``fused_calls.py`` for what a call is given. Whoever wants to know when a layer's keys and
+values are written is told between two calls; attention that is not the library's is called in place
+of the middle.
 
 Shapes: T tokens, C hidden size.
 """
