@@ -22,13 +22,11 @@ class StopRules:
     def __init__(self, table: SequenceTable) -> None:
         self._table = table
 
-    def finished(self, rows: Rows, token_ids: Int64) -> dict[int, FinishReason]:
-        """Index into ``rows`` -> reason, for the rows whose newest token, already appended,
-        ends them.
+    def finished(self, rows: Rows, length: Int64, token_ids: Int64) -> dict[int, FinishReason]:
+        """Index into ``rows`` -> reason, for the rows whose newest token ends them; ``length``
+        counts it.
         """
-        table = self._table
-        length = table.length[rows]
-        full = length >= table.max_length[rows]
+        full = length >= self._table.max_length[rows]
         done = dict.fromkeys(full.nonzero()[0].tolist(), FinishReason.LENGTH)
         stops = self._stopped(rows, token_ids, length)
         return done | dict.fromkeys(stops, FinishReason.STOP)

@@ -8,6 +8,7 @@ whole worker.
 from __future__ import annotations
 
 import math
+import sys
 
 import numpy as np
 
@@ -16,6 +17,17 @@ from kvferry.proto import worker_pb2 as pb
 
 INT32_END = 2**31
 """Ids and counts are int32 in the tables."""
+_COUNTS = ("top_k", "sample_index", "logprobs")
+_LARGEST = sys.float_info.max
+_RANGES = (
+    ("temperature", 0.0, _LARGEST),
+    ("top_p", 0.0, 1.0),
+    ("min_p", 0.0, 1.0),
+    ("presence_penalty", -_LARGEST, _LARGEST),
+    ("frequency_penalty", -_LARGEST, _LARGEST),
+    ("repetition_penalty", 0.0, _LARGEST),
+)
+"""Least and largest value of each: finite ones."""
 
 
 def spec_fault(key: pb.Key, spec: pb.SequenceSpec, vocab_size: int) -> str | None:
@@ -50,21 +62,12 @@ def _ids_fault(spec: pb.SequenceSpec, vocab_size: int) -> str | None:
 
 
 def _sampling_fault(sampling: pb.Sampling) -> str | None:
-    for name in ("top_k", "sample_index", "logprobs"):
+    for name in _COUNTS:
         if getattr(sampling, name) >= INT32_END:
             return f"{name}: {getattr(sampling, name)} is too large"
-    # Written so that NaN is refused too.
-    for name, low, high in (
-        ("temperature", 0.0, math.inf),
-        ("top_p", 0.0, 1.0),
-        ("min_p", 0.0, 1.0),
-        ("presence_penalty", -math.inf, math.inf),
-        ("frequency_penalty", -math.inf, math.inf),
-        ("repetition_penalty", 0.0, math.inf),
-    ):
-        value = getattr(sampling, name)
-        if not (math.isfinite(value) and low <= value <= high):
-            return f"{name}: {value} is out of range"
+    for name, low, high in _RANGES:
+        if not low <= getattr(sampling, name) <= high:  # nor is NaN
+            return f"{name}: {getattr(sampling, name)} is out of range"
     if not sampling.repetition_penalty > 0:
         return "repetition_penalty: must be above 0"
     if not all(map(math.isfinite, sampling.logit_bias.values())):

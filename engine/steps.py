@@ -104,12 +104,13 @@ class Stepper:
         # Those that have passed the end of a block.
         full = (computed % table.block_size < step.plan.query_lens).nonzero()[0]
         sequences.publish_all([step.seqs[i] for i in full.tolist()], computed[full].tolist())
-        rows, token_ids = step.sampled_rows, result.token_ids
+        rows, positions = step.sampled_rows, step.plan.sampling.position
+        token_ids = result.token_ids
         if table.num_samples:
             # Of several samples of a row the first is its own.
             own = np.ones(len(rows), np.bool_)
             own[1:] = rows[1:] != rows[:-1]
-            table.append(rows[own], token_ids[own])
+            table.append(rows[own], positions[own], token_ids[own])
         else:
-            table.append(rows, token_ids)
-        return self._rules.finished(rows, token_ids)
+            table.append(rows, positions, token_ids)
+        return self._rules.finished(rows, positions + 1, token_ids)

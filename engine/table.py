@@ -135,11 +135,10 @@ class SequenceTable:
         self.blocks[rows, self.num_blocks[rows]] = blocks
         self.num_blocks[rows] += 1
 
-    def append(self, rows: Rows, token_ids: Int64) -> None:
-        """One new token for each row."""
-        length = self.length[rows]
-        self.tokens[rows, length] = token_ids
-        self.length[rows] = length + 1
+    def append(self, rows: Rows, positions: Int64, token_ids: Int64) -> None:
+        """One new token for each row; ``positions`` are the lengths of the rows so far."""
+        self.tokens[rows, positions] = token_ids
+        self.length[rows] = positions + 1
         if self.num_samples:
             for row in rows.tolist():
                 self.num_samples.pop(row, None)
@@ -170,10 +169,11 @@ def build_plan(table: SequenceTable, step: int, rows: Rows, query_lens: Int32) -
     edits and log-probabilities are the caller's to add.
     """
     context = table.computed[rows]
-    sampled = (context + query_lens == table.length[rows]).nonzero()[0]
+    ends = context + query_lens
+    sampled = (ends == table.length[rows]).nonzero()[0]
     drawn = rows if sampled.size == rows.size else rows[sampled]
     counts = table.sample_counts(drawn)
-    max_blocks = int(table.num_blocks[rows].max()) if rows.size else 0
+    max_blocks = -(-int(ends.max()) // table.block_size) if rows.size else 0
     return StepPlan(
         step=step,
         token_ids=_next_tokens(table, rows, context, query_lens),
