@@ -72,6 +72,10 @@ class Ledger:
             ahead = np.where(guaranteed, np.maximum(most, lengths), ahead)
         return int((self._blocks(ahead) - self._blocks(lengths)).sum())
 
+    def most_growth(self, num_seqs: int) -> int:
+        """What so many sequences need within as many tokens at most, none of them guaranteed."""
+        return num_seqs * self._blocks(self.growth_tokens)
+
     def growth_of(self, length: int, most: int, guaranteed: bool) -> int:
         """The same for one sequence."""
         ahead = max(most, length) if guaranteed else min(length + self.growth_tokens, most)
@@ -234,15 +238,20 @@ class Admission:
     def _has_room(self, seq: WorkerSequence, cached: list[BlockId], length: int, most: int) -> bool:
         """For its ``length`` tokens now, and what it grows to on its way to ``most``."""
         sequences, table, ledger = self._sequences, self._sequences.table, self._ledger
+        fresh = sequences.blocks_for(length) - len(cached)
+        # Acquiring cached blocks takes them out of what others could evict.
+        free = sequences.pool.num_free - sequences.pool.num_free_among(cached)
         if self._held_growth is None:
+            # Where there is plenty, nobody needs to count: the sum below would say the same.
+            most_growth = ledger.most_growth(table.num_lent + 1)
+            any_guaranteed = seq.guaranteed or table.guaranteed.any()
+            if free >= fresh + most_growth and not any_guaranteed:
+                return True
             held = sequences.held_rows()
             lengths, most_of = table.length[held], table.max_length[held]
             growth = ledger.growth(lengths, most_of, table.guaranteed[held])
             self._held_growth = (growth, bool(held.size))
         growth, is_held = self._held_growth
-        fresh = sequences.blocks_for(length) - len(cached)
-        # Acquiring cached blocks takes them out of what others could evict.
-        free = sequences.pool.num_free - sequences.pool.num_free_among(cached)
         own = ledger.growth_of(length, most, seq.guaranteed)
         fits = ledger.admits(free, fresh, growth if is_held else None, own)
         if fits:

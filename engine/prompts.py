@@ -50,7 +50,8 @@ class PromptPlanner:
             if left == 0 or len(chosen) == max_seqs:
                 break
             coming.update(self._blocks_of(prompts[i], chosen[i]))
-        self._count_overtaken(prompts, chosen)
+        if left == 0 or len(chosen) < len(prompts):
+            self._count_overtaken(prompts, chosen)
         return [prompts[i] for i in chosen], list(chosen.values())
 
     def _waits_for(self, seq: WorkerSequence, coming: set[BlockHash]) -> bool:

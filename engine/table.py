@@ -77,6 +77,10 @@ class SequenceTable:
     def num_free(self) -> int:
         return len(self._free)
 
+    @property
+    def num_lent(self) -> int:
+        return self.max_rows - len(self._free)
+
     def lend(self, key: AttemptKey, spec: pb.SequenceSpec) -> int:
         """Take a free row and fill it from ``spec``; the caller has checked that both fit."""
         row = self._free.pop()
