@@ -248,6 +248,13 @@ class LeaseTable:
             self._copied(lease, news)
             return lease.num_scatters
 
+    def settle_sealed(self, source: Source, header: SlabHeader, busy_s: float) -> Verdict:
+        """Report a slab that was claimed while it was filled, and is verified already."""
+        verdict = self.settle(source, header, Outcome.VERIFIED, busy_s)
+        if verdict.answer is Answer.ACK:
+            self.counters.tally(Tally.FOLLOWED)
+        return verdict
+
     def settle_followed(
         self, source: Source, header: SlabHeader, num_scatters: int, busy_s: float
     ) -> Verdict | None:

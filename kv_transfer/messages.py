@@ -8,10 +8,12 @@ several, and a checksum.
                         <-            Offer            slabs stand ready for a lease
       Credit            ->                             one slab of memory, granted once
       Spare             ->                             the same, ahead of an offer
+                        <-            Filling          the slab is being filled; what will be in it
                         <-            Header           the slab is filled; what is in it
       Pull              ->                             push it now (pulled data paths alone)
       Ack | Resend      ->                             verified; or damaged: fill it again
-      Missing           ->                             headers that must have been lost
+      Missing           ->                             headers that must have been lost, or were
+                                                       left out and are needed
                         <-            Return           a credit that will not be used
       Complete          ->                             the lease offered for has everything already
       Abort             <->                            the transfer is over
@@ -38,7 +40,7 @@ from kvferry.core.span import Span
 from kvferry.kv_transfer.jobs import Reason
 from kvferry.kv_transfer.plan import SlabMove
 
-PROTOCOL = 4
+PROTOCOL = 5
 MAX_FRAME = 1 << 20
 """Bytes of a frame at most."""
 MAX_HANDSHAKE_FRAME = 1024
@@ -145,13 +147,17 @@ class Header(Message, frozen=True):
 
 class Filling(Message, frozen=True):
     """A slab in memory that both sides share is being filled: whoever likes may scatter it
-    meanwhile. Nothing is owed to it; what counts is the Header that follows.
+    meanwhile. Nothing is owed to it; what counts is the Header that follows, or the seal.
     """
 
     slab: Count
     grant: Count
     header: SlabHeader
     """Without digests."""
+    is_sealed: bool = False
+    """The digests will stand in the shared memory too, and be sealed there once the slab holds: a
+    Header comes only where this one is said to be Missing.
+    """
 
 
 class Ack(Message, frozen=True):
@@ -174,7 +180,9 @@ class Pull(Message, frozen=True):
 
 
 class Missing(Message, frozen=True):
-    """Headers [begin, end) of a lease did not come, though later ones did."""
+    """Headers [begin, end) of a lease did not come, though later ones did, or are needed though
+    their slabs are sealed.
+    """
 
     lease: Count
     begin: Count

@@ -37,6 +37,7 @@ from kvferry.kv_transfer.messages import (
     Resend,
     Return,
     Sample,
+    SlabHeader,
     ToReceiver,
 )
 from kvferry.kv_transfer.outbox import Outbox
@@ -199,15 +200,22 @@ class ReceiverLink:
         if self._grants.num_filled:
             self._work()
         self._outbox.flush()
+        if message.is_sealed:
+            self._ask_missing(message.header)
         shared = self._grants.being_filled(message)
-        if shared is not None:
-            self._scatter.follow(message, *shared)
+        if shared is None:
+            return
+        verdict = self._scatter.follow(message, *shared)
+        if verdict is not None:
+            self._grants.take_back(message.slab, message.grant)
+            self._reply(message, verdict)
+        elif message.is_sealed:
+            index = message.header.index
+            self._outbox.put(Missing(lease=message.header.lease, begin=index, end=index + 1))
 
     def _header(self, message: Header) -> None:
         header = message.header
-        gap = self._leases.gap(self._source, header)
-        if gap is not None:
-            self._outbox.put(Missing(lease=header.lease, begin=gap.begin, end=gap.end))
+        self._ask_missing(header)
         news = self._grants.fill(LeaseId(header.lease), message)
         if news:
             return
@@ -218,6 +226,12 @@ class ReceiverLink:
                 self._reply(message, recalled)
         else:
             self._counters.drop(Reason.DUPLICATE)
+
+    def _ask_missing(self, header: SlabHeader) -> None:
+        """Ask for the headers that must have been lost before this one."""
+        gap = self._leases.gap(self._source, header)
+        if gap is not None:
+            self._outbox.put(Missing(lease=header.lease, begin=gap.begin, end=gap.end))
 
     def _pull(self, message: Header | Sample) -> None:
         """Post a receive and say so, unless nobody wants the slab any more."""
@@ -253,7 +267,7 @@ class ReceiverLink:
             return self._scatter.write(message, verdict, self._grants.bytes_of(message))
         return verdict
 
-    def _reply(self, message: Header, verdict: Verdict) -> None:
+    def _reply(self, message: Filling | Header, verdict: Verdict) -> None:
         header, lease = message.header, LeaseId(message.header.lease)
         match verdict.answer:
             case Answer.ACK:

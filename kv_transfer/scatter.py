@@ -60,24 +60,32 @@ class Scatter:
         self._followed: _Followed | None = None
         """The newest: its sender fills one slab after another."""
 
-    def follow(self, filling: Filling, slab: Slab, by: memoryview | Stream) -> None:
-        """Write a slab while it is being filled, if that can be done; its header decides whether
-        that counts.
+    def follow(self, filling: Filling, slab: Slab, by: memoryview | Stream) -> Verdict | None:
+        """Write a slab while it is being filled, if that can be done. The verdict on one whose seal
+        says that it holds what was written; else None: its header decides whether that counts.
         """
         self._followed = None
-        job = self._leases.claim_filling(self._source, filling.header)
+        header = filling.header
+        job = self._leases.claim_filling(self._source, header)
         if job is None:
-            return
+            return None
         digests: list[int] | None = None
-        started_s = self._clock()
+        is_verified, started_s = False, self._clock()
         try:
-            progress = Progress(by, filling.grant, PATIENCE_S)
-            digests = self._copy_filling(job, filling.header, slab, progress)
+            progress = Progress(by, filling.grant, PATIENCE_S, filling.is_sealed)
+            digests = self._copy_filling(job, header, slab, progress)
+            if digests is not None and progress.has_seal and progress.is_sealed_with(digests):
+                # Looked at after the seal was: what was given away meanwhile is not believed.
+                is_verified = self._memory.is_fresh(job.blocks, header.move)
         finally:
-            num_scatters = self._leases.settle_filling(filling.header)
-        if digests is not None:
             busy_s = self._clock() - started_s
+            if not is_verified:
+                num_scatters = self._leases.settle_filling(header)
+        if is_verified:
+            return self._leases.settle_sealed(self._source, header, busy_s)
+        if digests is not None:
             self._followed = _Followed(job, filling, digests, num_scatters, busy_s)
+        return None
 
     def settle_followed(self, message: Header) -> Verdict | None:
         """The verdict on a slab that is in its blocks already; None: it has to be claimed and

@@ -1,6 +1,6 @@
 """Slab memory of a receiver, as long as it is granted to this side of a link.
 
-    pushed      GRANTED -> FLYING -> SENT (Header) -> acknowledged, or damaged
+    pushed      GRANTED -> FLYING -> SENT (Header, unless it is sealed) -> acknowledged, or damaged
     pulled      GRANTED -> SENT (Header) -> FLYING (at its Pull) -> acknowledged, or damaged
 
 A slab whose transfer has ended is given back once it is no longer in flight. A Pull is honoured
@@ -11,48 +11,26 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from enum import Enum, auto
 
 from kvferry.core.errors import LinkLost, ProtocolError
 from kvferry.kernels.kv_pack.progress import Progress
+from kvferry.kernels.kv_pack.tiles import most_tiles
 from kvferry.kv_transfer.credits import Credits
+from kvferry.kv_transfer.granted_slab import GrantedSlab, Stage
 from kvferry.kv_transfer.handshake import Greeted
 from kvferry.kv_transfer.jobs import Reason
 from kvferry.kv_transfer.memory import Form, KvMemory
 from kvferry.kv_transfer.messages import (
     Ack,
     Credit,
-    Filling,
-    Header,
     Pull,
     Resend,
     Return,
-    SlabHeader,
     Spare,
 )
 from kvferry.kv_transfer.outbox import Outbox
 from kvferry.kv_transfer.outgoing import Ready, Transfer, TransferTable
 from kvferry.kv_transfer.plan import SlabMove, slab_nbytes
-
-
-class Stage(Enum):
-    GRANTED = auto()
-    FLYING = auto()
-    SENT = auto()
-
-
-@dataclass(slots=True)
-class GrantedSlab:
-    """What is in a slab, or will be."""
-
-    slab: int
-    grant: int
-    transfer: Transfer
-    index: int
-    stage: Stage = Stage.GRANTED
-    header: Header | None = None
-    pushed_s: float = 0.0
 
 
 class GrantedSlabs:
@@ -151,7 +129,7 @@ class GrantedSlabs:
             held.stage = Stage.SENT
             held.transfer.account.wire_s += self._clock() - held.pushed_s
             self._table.moved(held.transfer)
-            if not self._outlet.is_pulled:
+            if not self._outlet.is_pulled and not held.is_sealed:
                 self.announce(held)
         staying = []
         for held in self._leaving:
@@ -187,9 +165,10 @@ class GrantedSlabs:
         return [held for held in self._held.values() if held.transfer is transfer]
 
     def announce(self, held: GrantedSlab) -> None:
-        """Send a header, or send it again; nothing happens to a slab that is still in flight."""
-        if held.stage is Stage.SENT and held.header is not None:
+        """Send a header, or send it again; of a slab that is still in flight it will be sent."""
+        if held.stage is Stage.SENT:
             self._outbox.put(held.header)
+        held.is_sealed = False
 
     def drop(self, transfer: Transfer) -> None:
         """A transfer has ended: give its slabs back, as soon as may be."""
@@ -206,24 +185,18 @@ class GrantedSlabs:
         if not self._table.begin_pack(transfer):
             return False
         ready = transfer.slabs[held.index]
-        digests = None
+        is_sound = False
         try:
             if self._memory.is_fresh(transfer.job.blocks, ready.move):
-                digests = self._fill(held, ready)
-                if not self._memory.is_fresh(transfer.job.blocks, ready.move):
-                    digests = None
+                is_sound = self._fill(held, ready)
         finally:
             goes_on = self._table.finish_pack(transfer)
-        if not goes_on:
-            return False
-        if digests is None:
+        if goes_on and not is_sound:
             self._table.fail(transfer, Reason.STALE, "a block was given away")
-            return False
-        header = _header(transfer, ready, digests)
-        held.header = Header(slab=held.slab, grant=held.grant, header=header)
-        return True
+        return goes_on and is_sound
 
-    def _fill(self, held: GrantedSlab, ready: Ready) -> list[int]:
+    def _fill(self, held: GrantedSlab, ready: Ready) -> bool:
+        """Whether the slab holds what it should: no block was given away meanwhile."""
         transfer, move = held.transfer, ready.move
         job, account = transfer.job, transfer.account
         form = Form(job.wire, self._digest)
@@ -231,13 +204,16 @@ class GrantedSlabs:
         started_s = self._clock()
         progress = self._progress(held, ready)
         self._outbox.flush()
-        digests = self._memory.pack(job.blocks, move, form, slab, ready.after, progress)
+        held.digests = self._memory.pack(job.blocks, move, form, slab, ready.after, progress)
+        is_sound = self._memory.is_fresh(job.blocks, move)
+        if is_sound and held.is_sealed and progress is not None:
+            progress.seal(held.digests)
         busy_s = self._clock() - started_s
         account.busy_s += busy_s
         account.nbytes += move.nbytes
         if transfer.computed_s is None:
             transfer.overlapped_s += busy_s
-        return digests
+        return is_sound
 
     def followed_from(self, transfer: Transfer) -> int | None:
         """From how many bytes on a receiver with such a cache as ours scatters slabs of this
@@ -259,37 +235,20 @@ class GrantedSlabs:
         by = self._outlet.progress(held.slab, held.grant, nbytes)
         if by is None:
             return None
-        header = _header(held.transfer, ready, [])
-        self._outbox.put(Filling(slab=held.slab, grant=held.grant, header=header))
-        return Progress(by, held.grant)
+        progress = Progress(by, held.grant)
+        held.is_sealed = progress.can_seal(most_tiles(nbytes))
+        self._outbox.put(held.filling)
+        return progress
 
     def _depart(self, held: GrantedSlab) -> None:
         """A slab is filled."""
-        assert held.header is not None
         if self._outlet.is_pulled:
-            self._announced[held.slab] = (held.grant, held.header.header.nbytes)
+            self._announced[held.slab] = (held.grant, held.move.nbytes)
             held.stage = Stage.SENT
             self._outbox.put(held.header)
         else:
             self._push(held)
 
     def _push(self, held: GrantedSlab) -> None:
-        assert held.header is not None
         held.stage, held.pushed_s = Stage.FLYING, self._clock()
-        self._outlet.push(held.slab, held.grant, held.header.header.nbytes)
-
-
-def _header(transfer: Transfer, ready: Ready, digests: list[int]) -> SlabHeader:
-    job, move = transfer.job, ready.move
-    return SlabHeader(
-        key=job.key,
-        lease=job.lease,
-        index=move.index,
-        layers=move.layers,
-        heads=move.heads,
-        tokens=move.tokens,
-        wire=job.wire,
-        chain_hash=job.chain_hash,
-        nbytes=move.nbytes,
-        digests=digests,
-    )
+        self._outlet.push(held.slab, held.grant, held.move.nbytes)

@@ -14,7 +14,7 @@ or the path has broken; one without moves its slabs in ``receive``, ``in_flight`
     pushed (shm, loopback, cuda_ipc, tcp, nixl):
                                             outlet.push(slab, grant, nbytes)
                                             until not outlet.in_flight(slab)
-    until inlet.arrived(...)   ◀─ Header ─
+    until inlet.arrived(...)   ◀─ Header ─  (unless it was followed, and is sealed)
     scatter from inlet.slab(slab)
 
     pulled (gloo, nccl: nothing may be posted that has no partner):

@@ -130,6 +130,8 @@ def scatter_tiles(
             values = pages.memory(tile)
             _convert(part, move.wire, values, cache.dtype, cache.head_dim)
             pages.write(tile, *values)
+    if progress is not None and progress.has_seal:
+        progress.wait_filled(len(view.tiles) + 1)
     return digests.finish()
 
 

@@ -5,9 +5,8 @@ Shapes: R rows (K and V of each layer in turn), S slots, H heads of the cache.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,8 +39,7 @@ class CacheBytes:
         return self._units[nbytes]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class HostMove:
+class HostMove(NamedTuple):
     """A token range of a layer and head range of the cache, and the slab that it is moved to or
     from.
     """
@@ -70,6 +68,8 @@ class HostCache:
         self.dtype = kv.elements.dtype
         self.block_size = block_size
         self.elements = CacheBytes(kv.elements)
+        self.places: dict[Any, Any] = {}
+        """Of whoever moves bytes: what it works out once for each shape of a move."""
         self.scales = None if kv.scales is None else CacheBytes(kv.scales.unsqueeze(-1))
 
     @property

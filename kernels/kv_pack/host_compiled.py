@@ -10,7 +10,7 @@ import ctypes
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from kvferry.kernels.kv_pack.host_cache import HostCache, HostMove
 from kvferry.kernels.kv_pack.progress import Progress, Stream
 from kvferry.kernels.kv_pack.slab import SlabShape
 
-ABI = 5
+ABI = 6
 """As in ``host_pack.c``: a library left behind by an older version is not used."""
 SHORT = 240
 """xxh3 treats inputs of so many bytes, and fewer, in other ways, which are not compiled."""
@@ -31,6 +31,7 @@ MOST_HEAD_DIM = 2048
 """Elements are converted so many at a time, whole heads of them: as in ``convert.h``."""
 TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn)
 """Converted into each other; in the order of ``convert.h``."""
+MOST_PLACES = 1024
 LANES = {0: "plain C", 1: "AVX2", 2: "AVX-512"}
 
 
@@ -76,6 +77,7 @@ class _Progress(ctypes.Structure):
         ("patience_ns", ctypes.c_int64),
         ("connection", ctypes.c_int64),
         ("moved", ctypes.c_int64),
+        ("has_seal", ctypes.c_int64),
     )
 
 
@@ -92,6 +94,8 @@ class CompiledPack:
             ctypes.POINTER(_Tensor),
             ctypes.c_int,
             ctypes.POINTER(_Range),
+            ctypes.c_void_p,
+            ctypes.c_int64,
             ctypes.c_void_p,
             ctypes.c_uint64,
             ctypes.c_void_p,
@@ -155,27 +159,9 @@ class CompiledPack:
         is_gather: bool,
         progress: Progress | None,
     ) -> list[int] | None:
-        tensors = (_Tensor * len(cache.tensors))()
-        for tensor, data in zip(tensors, cache.tensors, strict=True):
-            offset = 2 * move.layers[0] * data.row_bytes + move.heads[0] * data.head_bytes
-            tensor.cache = data.address + offset
-            tensor.row_stride = data.row_bytes
-            tensor.slot_stride = data.slot_bytes
-            tensor.token_bytes = shape.heads * data.head_bytes
-        blocks, cut = np.ascontiguousarray(move.blocks, np.int32), shape.cut
-        tokens = _Range(
-            _address(blocks),
-            cache.num_slots // cache.block_size,
-            cache.block_size,
-            move.tokens[0],
-            shape.tokens,
-            shape.rows,
-            cut.tokens_per_tile,
-            cut.rows_per_tile,
-        )
-        digests = (ctypes.c_uint64 * cut.num_tiles)()
-        address = ctypes.addressof(_Byte.from_buffer(slab))
-        seed = move.slab_index << 32
+        place = _place(cache, move, shape)
+        blocks = np.ascontiguousarray(move.blocks, np.int32)
+        digests = place.digests()
         by = None
         if cache.dtype is not move.wire:
             # A tile's scales are in this memory until the move is done.
@@ -183,13 +169,67 @@ class CompiledPack:
             by = _conversion(cache, shape, scales)
         shared = None if progress is None else _shared(progress)
         status = self._move(
-            tensors, len(tensors), tokens, address, seed, digests, is_gather, by, shared
+            place.tensors,
+            len(place.tensors),
+            place.range,
+            _address(blocks),
+            move.tokens[0],
+            ctypes.addressof(_Byte.from_buffer(slab)),
+            move.slab_index << 32,
+            digests,
+            is_gather,
+            by,
+            shared,
         )
         if progress is not None and shared is not None and isinstance(progress.by, Stream):
             progress.by.moved = shared.moved
         if status == _OUTSIDE:
-            raise IndexError(f"blocks: one is outside the cache of {tokens.num_blocks}")
+            raise IndexError(f"blocks: one is outside the cache of {place.range.num_blocks}")
         return None if status == _GIVEN_UP else list(digests)
+
+
+class _Place(NamedTuple):
+    """What all moves of one shape have in common; nothing writes there, so threads share it."""
+
+    tensors: Any
+    """[number of the cache's tensors]"""
+    range: _Range
+    """Without blocks and beginning."""
+    digests: Any
+    """Makes memory for those of all tiles."""
+
+
+def _place(cache: HostCache, move: HostMove, shape: SlabShape) -> _Place:
+    """Kept with the cache: to fill in structures takes as long as to copy 100 KiB."""
+    key = (move.layers[0], move.heads[0], shape)
+    place: _Place | None = cache.places.get(key)
+    if place is None:
+        if len(cache.places) >= MOST_PLACES:
+            cache.places.clear()
+        place = cache.places[key] = _new_place(cache, move, shape)
+    return place
+
+
+def _new_place(cache: HostCache, move: HostMove, shape: SlabShape) -> _Place:
+    tensors = (_Tensor * len(cache.tensors))()
+    for tensor, data in zip(tensors, cache.tensors, strict=True):
+        offset = 2 * move.layers[0] * data.row_bytes + move.heads[0] * data.head_bytes
+        tensor.cache = data.address + offset
+        tensor.row_stride = data.row_bytes
+        tensor.slot_stride = data.slot_bytes
+        tensor.token_bytes = shape.heads * data.head_bytes
+    cut, size = shape.cut, cache.block_size
+    range_ = _Range(
+        None,
+        cache.num_slots // size,
+        size,
+        0,
+        shape.tokens,
+        shape.rows,
+        cut.tokens_per_tile,
+        cut.rows_per_tile,
+    )
+    return _Place(tensors, range_, ctypes.c_uint64 * cut.num_tiles)
 
 
 def _is_done(cache: HostCache, move: HostMove) -> bool:
@@ -220,7 +260,8 @@ def _shared(progress: Progress) -> _Progress:
     by, patience_ns = progress.by, int(progress.patience_s * 1e9)
     if isinstance(by, Stream):
         return _Progress(None, progress.grant, patience_ns, by.fd, by.moved)
-    return _Progress(ctypes.addressof(_Byte.from_buffer(by)), progress.grant, patience_ns)
+    address = ctypes.addressof(_Byte.from_buffer(by))
+    return _Progress(address, progress.grant, patience_ns, 0, 0, progress.has_seal)
 
 
 def _address(array: NDArray[Any]) -> int:

@@ -11,7 +11,7 @@
 #include "progress.h"
 #include "xxh3.h"
 
-enum { ABI = 5 };
+enum { ABI = 6 };
 enum { MOVED, OUTSIDE, GIVEN_UP };
 
 /* One token range of one row, between the cache and `*slab`, which moves on. */
@@ -47,15 +47,18 @@ static int64_t least(int64_t a, int64_t b)
     return a < b ? a : b;
 }
 
-/* Between the cache and a slab; `digests` has one number per tile. The seed of a tile is `seed` with
- * its number in the low half. `by`: null unless the slab has another element type. A gather tells
+/* Between the cache and a slab. `shared`: the range, all but its blocks and where it begins.
+ * `digests` has one number per tile. The seed of a tile is `seed` with its number in the low half. `by`: null unless the slab has another element type. A gather tells
  * `progress`, unless that is null, which tiles it has filled; a scatter waits for each there. Returns
  * OUTSIDE, with nothing moved, for a block outside the cache, GIVEN_UP when the gather did not go on.
  */
-int kvferry_move(const tensor_t *tensors, int num_tensors, const range_t *range, uint8_t *slab,
-                 uint64_t seed, uint64_t *digests, int is_gather, const conversion_t *by,
-                 progress_t *progress)
+int kvferry_move(const tensor_t *tensors, int num_tensors, const range_t *shared,
+                 const int32_t *blocks, int64_t begin, uint8_t *slab, uint64_t seed,
+                 uint64_t *digests, int is_gather, const conversion_t *by, progress_t *progress)
 {
+    range_t own = *shared;
+    const range_t *range = &own;
+    own.blocks = blocks, own.begin = begin;
     int64_t end = range->begin + range->tokens;
     for (int64_t i = range->begin / range->block_size; i * range->block_size < end; i++)
         if (range->blocks[i] < 0 || range->blocks[i] >= range->num_blocks)
@@ -91,6 +94,8 @@ int kvferry_move(const tensor_t *tensors, int num_tensors, const range_t *range,
                 tell_tile(progress, slab, number, parts[0] - slab);
         }
     }
+    if (progress && !is_gather && progress->word && progress->has_seal)
+        wait_filled(progress, number + 1); /* the caller looks whether it came */
     if (!is_gather)
         __sync_synchronize(); /* streamed writes come in no order */
     return MOVED;

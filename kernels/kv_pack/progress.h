@@ -17,6 +17,7 @@ typedef struct {
     int64_t patience_ns; /* without a tile for so long a scatter gives up */
     int64_t connection; /* a socket */
     int64_t moved;      /* bytes of the slab that have gone, or come, over it */
+    int64_t has_seal;   /* whether a scatter is to wait for the seal, which counts as a tile */
 } progress_t;
 
 static void tell_filled(const progress_t *progress, uint64_t tiles)

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import struct
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 TILE_BITS = 20
 _SPINS = 100
 _NAP_S = 5e-5
 
-WORD_BYTES = 64
-"""A word has a cache line of its own: two sides look at it in turns."""
+WORD_BYTES = 512
+"""A word and the digests after it have cache lines of their own: two sides look at them in turns.
+"""
+_WORD = struct.Struct("Q")
+MOST_SEALED = WORD_BYTES // _WORD.size - 1
+"""Tiles of a slab that there is room for a digest of."""
 
 
 def progress_words(memory: memoryview) -> list[memoryview]:
-    """The words of the slabs of a link, each of 8 bytes, in as many times ``WORD_BYTES``."""
-    return [memory[at : at + 8] for at in range(0, len(memory), WORD_BYTES)]
+    """The words of the slabs of a link, in as many times ``WORD_BYTES``."""
+    return [memory[at : at + WORD_BYTES] for at in range(0, len(memory), WORD_BYTES)]
 
 
 @dataclass(slots=True)
@@ -35,12 +41,16 @@ class Progress:
     """
 
     by: memoryview | Stream
-    """A word of memory that both share, 8 bytes at a multiple of 8; or what the bytes go over."""
+    """A word of memory that both share, 8 bytes at a multiple of 8, and room for digests after it;
+    or what the bytes go over.
+    """
     grant: int
     """What the slab is used for, [0, 2**44); what another use left in the word counts for nothing.
     """
     patience_s: float = 0.0
     """Without a tile for so long, who follows gives up."""
+    has_seal: bool = False
+    """Who follows waits for a seal too, as for another tile, but gives nothing up without it."""
 
     def tell_filled(self, num_tiles: int) -> None:
         """As in ``progress.h``, for numpy. A processor that reorders stores may show this one
@@ -48,7 +58,26 @@ class Progress:
         Over a connection it is silent: the bytes leave when the slab is full.
         """
         if isinstance(self.by, memoryview):
-            self.by.cast("Q")[0] = self.grant << TILE_BITS | num_tiles
+            _WORD.pack_into(self.by, 0, self.grant << TILE_BITS | num_tiles)
+
+    def can_seal(self, num_tiles: int) -> bool:
+        """Whether the digests of so many tiles have room beside the word."""
+        return isinstance(self.by, memoryview) and len(self.by) >= _WORD.size * (num_tiles + 1)
+
+    def seal(self, digests: Sequence[int]) -> None:
+        """All is filled and holds: who follows may compare its digests with these. A seal counts as
+        one tile more than there are. There must be room: see ``can_seal``.
+        """
+        assert isinstance(self.by, memoryview)
+        struct.pack_into(f"{len(digests)}Q", self.by, _WORD.size, *digests)
+        self.tell_filled(len(digests) + 1)
+
+    def is_sealed_with(self, digests: Sequence[int]) -> bool:
+        """Whether the slab is sealed now, with these digests."""
+        if isinstance(self.by, Stream) or not self.can_seal(len(digests)):
+            return False
+        word, *sealed = struct.unpack_from(f"{len(digests) + 1}Q", self.by)
+        return word == self.grant << TILE_BITS | len(digests) + 1 and sealed == list(digests)
 
     def wait_filled(self, num_tiles: int) -> bool:
         """Whether so many tiles are filled within the patience. Other threads run meanwhile.
@@ -56,18 +85,20 @@ class Progress:
         """
         if isinstance(self.by, Stream):
             return False
-        word = self.by.cast("Q")
         for _ in range(_SPINS):
-            if self._is_filled(word[0], num_tiles):
+            if self.is_filled(num_tiles):
                 return True
             time.sleep(0)
         deadline_s = time.monotonic() + self.patience_s
         while time.monotonic() < deadline_s:
             time.sleep(_NAP_S)
-            if self._is_filled(word[0], num_tiles):
+            if self.is_filled(num_tiles):
                 return True
         return False
 
-    def _is_filled(self, word: int, num_tiles: int) -> bool:
-        grant, filled = divmod(word, 1 << TILE_BITS)
-        return grant == self.grant and filled >= num_tiles
+    def is_filled(self, num_tiles: int) -> bool:
+        """Whether the word says so now."""
+        if isinstance(self.by, Stream):
+            return False
+        (word,) = _WORD.unpack_from(self.by)
+        return bool(word >> TILE_BITS == self.grant and word % (1 << TILE_BITS) >= num_tiles)

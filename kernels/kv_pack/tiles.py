@@ -55,6 +55,13 @@ class TileCut:
         return -(-self.rows // self.rows_per_tile) * self.tiles_per_row
 
 
+def most_tiles(nbytes: int) -> int:
+    """That a slab of so many bytes has at most: one tile of each row, or of all, may be short, and
+    the others have two thirds of TILE_BYTES at least.
+    """
+    return 3 * nbytes // (2 * TILE_BYTES) + 1
+
+
 def tiles(num_rows: int, num_tokens: int, row_token_bytes: int) -> Iterator[Tile]:
     """The tiles of a slab in order of their bytes. ``row_token_bytes``: one token of one row."""
     cut = TileCut.of(num_rows, num_tokens, row_token_bytes)

@@ -34,9 +34,11 @@ class SocketChannel(ABC):
     """Frames over a connected socket, which it owns. Subclasses add the data path."""
 
     transport = ""
+    awake_s = 0.0
+    """See ``FrameSocket``."""
 
     def __init__(self, sock: socket.socket) -> None:
-        self.frames = FrameSocket(sock)
+        self.frames = FrameSocket(sock, awake_s=self.awake_s)
 
     def send(self, frame: bytes, timeout_s: float) -> None:
         self.frames.send(frame, timeout_s)

@@ -87,8 +87,7 @@ def cases(draw: st.DrawFn, head_dims: Any, **changes: Any) -> Case:
 
 
 def moved(move: HostMove, wire: torch.dtype, digest: str = "xxh3") -> HostMove:
-    fields = {name: getattr(move, name) for name in HostMove.__slots__}
-    return HostMove(**(fields | {"wire": wire, "digest": digest}))
+    return move._replace(wire=wire, digest=digest)
 
 
 @settings(max_examples=150)

@@ -9,6 +9,8 @@ import pytest
 import torch
 import xxhash
 from host_moves import gathered, make_move
+from hypothesis import given
+from hypothesis import strategies as st
 from paged_caches import (
     noise,
     picked,
@@ -22,7 +24,7 @@ from kvferry.kernels.kv_pack.host import gather, scatter, scatter_tiles
 from kvferry.kernels.kv_pack.host_cache import HostCache
 from kvferry.kernels.kv_pack.host_digest import HOST_DIGESTS
 from kvferry.kernels.kv_pack.slab import KvSlots, Tokens
-from kvferry.kernels.kv_pack.tiles import TILE_BYTES, TileCut, tiles
+from kvferry.kernels.kv_pack.tiles import TILE_BYTES, TileCut, most_tiles, tiles
 
 torch.set_num_threads(1)
 
@@ -160,3 +162,13 @@ def test_digests_are_those_of_what_was_written_whatever_a_peer_does_meanwhile(
             found = scatter(cache, move, slab)
             private = memoryview(bytearray(len(slab)))
             assert gather(cache, move, private) == found
+
+
+@given(
+    rows=st.integers(1, 300),
+    tokens=st.integers(1, 5000),
+    row_token_bytes=st.sampled_from([4, 12, 68, 256, 1024, 5000, 40_000, 600_000]),
+)
+def test_tiles_are_no_more_than_a_slab_may_have(rows, tokens, row_token_bytes) -> None:
+    nbytes = rows * tokens * row_token_bytes
+    assert TileCut.of(rows, tokens, row_token_bytes).num_tiles <= most_tiles(nbytes)

@@ -14,7 +14,7 @@ from paged_caches import copied, poison, same_bytes
 from kvferry.kernels.kv_pack.host import can_follow, follow, gather
 from kvferry.kernels.kv_pack.host_cache import HostCache, HostMove
 from kvferry.kernels.kv_pack.host_compiled import CompiledPack
-from kvferry.kernels.kv_pack.progress import WORD_BYTES, Progress
+from kvferry.kernels.kv_pack.progress import MOST_SEALED, WORD_BYTES, Progress, Stream
 
 PATIENT_S, HASTY_S = 20.0, 0.01
 NUM_TOKENS = 2048
@@ -126,3 +126,60 @@ def test_one_tile_is_not_followed() -> None:
     side = Side(1)
     assert can_follow(side.cache, side.move)
     assert not can_follow(side.cache, make_move(blocks=side.move.blocks))
+
+
+@pytest.fixture
+def words() -> memoryview:
+    """With room for digests."""
+    return memoryview(bytearray(WORD_BYTES))
+
+
+def test_what_follows_waits_for_the_seal(pack: CompiledPack | None, words: memoryview) -> None:
+    source, target = Side(1), Side(2)
+    slab = slab_for(source)
+    behind, ahead = Progress(words, 7, PATIENT_S, has_seal=True), Progress(words, 7)
+    with ThreadPoolExecutor(1) as pool:
+        following = pool.submit(follow, target.cache, target.move, slab, pack, behind)
+        packed = gather(source.cache, source.move, slab, pack, ahead)
+        assert not behind.is_sealed_with(packed)
+        threading.Event().wait(0.01)
+        assert not following.done()
+        ahead.seal(packed)
+        assert following.result() == packed
+    assert behind.is_sealed_with(packed)
+
+
+def test_what_is_never_sealed_is_written_all_the_same(
+    pack: CompiledPack | None, words: memoryview
+) -> None:
+    source, target = Side(1), Side(2)
+    slab = slab_for(source)
+    packed = gather(source.cache, source.move, slab, pack, Progress(words, 7))
+    progress = Progress(words, 7, HASTY_S, has_seal=True)
+    assert follow(target.cache, target.move, slab, pack, progress) == packed
+    assert not progress.is_sealed_with(packed)
+
+
+@pytest.mark.parametrize("others", [[1, 2, 4], [1, 2], [1, 2, 3, 4], [], [2, 1, 3]], ids=str)
+def test_a_seal_is_of_its_digests_alone(words: memoryview, others: list[int]) -> None:
+    progress = Progress(words, 7)
+    progress.seal([1, 2, 3])
+    assert progress.is_sealed_with([1, 2, 3])
+    assert not progress.is_sealed_with(others)
+
+
+@pytest.mark.parametrize("grant", [6, 8, 7 << 20])
+def test_a_seal_is_of_its_use_of_the_slab_alone(words: memoryview, grant: int) -> None:
+    Progress(words, 7).seal([2**64 - 1])
+    assert not Progress(words, grant).is_sealed_with([2**64 - 1])
+    assert Progress(words, 7).is_sealed_with([2**64 - 1])
+
+
+def test_only_what_has_room_is_sealed(word: memoryview, words: memoryview) -> None:
+    assert Progress(words, 7).can_seal(MOST_SEALED)
+    assert not Progress(words, 7).can_seal(MOST_SEALED + 1)
+    assert not Progress(word, 7).can_seal(1)
+    assert not Progress(Stream(-1), 7).can_seal(1)
+    assert not Progress(Stream(-1), 7).is_filled(0)
+    Progress(words, 7).tell_filled(MOST_SEALED + 2)
+    assert not Progress(words, 7).is_sealed_with([0] * (MOST_SEALED + 1))

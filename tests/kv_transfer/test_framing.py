@@ -122,3 +122,37 @@ def test_a_wait_for_what_another_thread_has_closed_ends_at_once() -> None:
     with ours, theirs:
         wakeup.close()
         assert wakeup.wait_readable(ours, 20.0)
+
+
+@pytest.fixture
+def awake() -> Iterator[tuple[FrameSocket, socket.socket]]:
+    """As ``ends``; never asleep while it has a processor to itself."""
+    ours, theirs = socket.socketpair()
+    frames = FrameSocket(ours, frame_timeout_s=0.2, awake_s=60.0)
+    yield frames, theirs
+    frames.close()
+    theirs.close()
+
+
+def test_who_is_awake_takes_what_comes(awake) -> None:
+    frames, peer = awake
+    threading.Timer(0.01, peer.sendall, [framed(b"one")]).start()
+    assert frames.receive(60.0) == b"one"
+    threading.Timer(0.01, frames.wake).start()
+    assert frames.receive(60.0) is None
+    peer.sendall(framed(b"two"))
+    assert frames.receive(0.0) == b"two"
+
+
+def test_who_is_awake_waits_no_longer_than_others(awake) -> None:
+    frames, _ = awake
+    started = time.monotonic()
+    assert frames.receive(0.02) is None
+    assert 0.02 <= time.monotonic() - started < 30.0
+
+
+def test_who_is_awake_hears_that_the_peer_is_gone(awake) -> None:
+    frames, peer = awake
+    threading.Timer(0.01, peer.close).start()
+    with pytest.raises(LinkLost, match="closed"):
+        frames.receive(60.0)

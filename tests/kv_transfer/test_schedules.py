@@ -30,6 +30,7 @@ COVERED = [
     "blocks given away while reserved on D",
     "a slab that is filled is followed",
     "a slab that is not filled is followed",
+    "a slab that is sealed is followed",
     "client while a slab is packed",
     "client while a slab is scattered",
     "away while a slab is packed",

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 from lease_table import LAYOUT, MOVES, NBYTES, PEER, Clock, Leases, header, key
 
 from kvferry.core.errors import LinkLost
@@ -206,8 +207,16 @@ class Bench:
 
     def filling(self, credit: Credit, index: int, **changes: Any) -> list[Message]:
         """Say that a granted slab is being filled."""
+        return self.hear(self._filling(credit, index, changes))
+
+    def sealed(self, credit: Credit, index: int, **changes: Any) -> list[Message]:
+        """The same of a slab that will be sealed."""
+        filling = self._filling(credit, index, changes)
+        return self.hear(msgspec.structs.replace(filling, is_sealed=True))
+
+    def _filling(self, credit: Credit, index: int, changes: dict[str, Any]) -> Filling:
         slab = header(MOVES[index], **({"digests": []} | changes))
-        return self.hear(Filling(slab=credit.slab, grant=credit.grant, header=slab))
+        return Filling(slab=credit.slab, grant=credit.grant, header=slab)
 
     def fill(self, credit: Credit, index: int, **changes: Any) -> list[Message]:
         """Say that a granted slab is filled."""

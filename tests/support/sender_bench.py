@@ -36,6 +36,8 @@ class FakeOutlet:
         self.pushed: list[tuple[int, int, int]] = []
         self.flying: set[int] = set()
         self.closed = False
+        self.words: list[memoryview] | None = None
+        """Of progress, where slabs are shared."""
         self._slabs = [memoryview(bytearray(SLAB_BYTES)) for _ in range(NUM_SLABS)]
 
     def slab(self, index: int) -> memoryview:
@@ -48,9 +50,12 @@ class FakeOutlet:
         if not self.lands:
             self.flying.add(slab)
 
-    is_followed = False
+    @property
+    def is_followed(self) -> bool:
+        return self.words is not None
 
-    def progress(self, slab: int, grant: int, nbytes: int) -> None: ...
+    def progress(self, slab: int, grant: int, nbytes: int) -> memoryview | None:
+        return self.words and self.words[slab]
 
     def in_flight(self, slab: int) -> bool:
         if self.is_broken:
@@ -75,6 +80,10 @@ class FakeMemory(Unfollowed):
         """Packs until a block is given away."""
         self.in_pack: Any = lambda: None
         """Runs while a pack does."""
+        self.followed_bytes: int | None = None
+
+    def followed_from(self, *_: object) -> int | None:
+        return self.followed_bytes
 
     def is_fresh(self, *_: object) -> bool:
         return self.stale_after is None or len(self.packed) < self.stale_after

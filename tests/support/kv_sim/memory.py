@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from kv_sim.clock import Actor
 from kv_sim.defects import Defect
 from kv_sim.workers import Worker
@@ -39,7 +37,7 @@ class SlowMemory:
         self._work(self._worker.world.meddling.in_copy(self._worker, blocks))
         digests = self._memory.pack(blocks, move, form, slab, after)
         if progress is not None:
-            np.frombuffer(progress.by, np.uint64)[0] = progress.grant
+            progress.tell_filled(1)
         self._work()
         return digests
 
@@ -59,9 +57,13 @@ class SlowMemory:
     ) -> list[int] | None:
         """Writes what is in the slab, be it of an earlier use."""
         digests = self.scatter(blocks, move, form, slab)
-        is_filled = np.frombuffer(progress.by, np.uint64)[0] == progress.grant
+        is_filled = progress.is_filled(1)
         what = "filled" if is_filled else "not filled"
         self._worker.world.covered[f"a slab that is {what} is followed"] += 1
+        if self._worker.world.defect is Defect.BLIND_SEALS:
+            digests = progress.by.cast("Q")[1 : 1 + len(digests)].tolist()
+        if is_filled and progress.is_sealed_with(digests):
+            self._worker.world.covered["a slab that is sealed is followed"] += 1
         return digests if is_filled else None
 
     def _work(self, longer_s: float = 0.0) -> None:
