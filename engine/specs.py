@@ -54,9 +54,10 @@ def _ids_fault(spec: pb.SequenceSpec, vocab_size: int) -> str | None:
     # Sampling ignores ids that the model lacks; its embedding cannot.
     if spec.token_ids and np.asarray(spec.token_ids).max() >= vocab_size:
         return f"token_ids: a token id is not below {vocab_size}"
-    if max(spec.sampling.stop_token_ids, default=0) >= INT32_END:
+    stop_ids, biased_ids = spec.sampling.stop_token_ids, spec.sampling.logit_bias
+    if stop_ids and max(stop_ids) >= INT32_END:
         return f"stop_token_ids: a token id is not below {INT32_END}"
-    if max(spec.sampling.logit_bias, default=0) >= INT32_END:
+    if biased_ids and max(biased_ids) >= INT32_END:
         return f"logit_bias: a token id is not below {INT32_END}"
     return None
 
