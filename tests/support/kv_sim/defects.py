@@ -17,8 +17,6 @@ class Defect(StrEnum):
     """Nobody asks whether blocks were given away."""
     EARLY_LAYERS = "early layers"
     """A layer is said to be done when the one before it is."""
-    BLIND_SEALS = "blind seals"
-    """Who follows a slab takes the digests of its seal for those of what it wrote."""
 
 
 class UnfencedPool(BlockPool):

@@ -60,8 +60,6 @@ class SlowMemory:
         is_filled = progress.is_filled(1)
         what = "filled" if is_filled else "not filled"
         self._worker.world.covered[f"a slab that is {what} is followed"] += 1
-        if self._worker.world.defect is Defect.BLIND_SEALS:
-            digests = progress.by.cast("Q")[1 : 1 + len(digests)].tolist()
         if is_filled and progress.is_sealed_with(digests):
             self._worker.world.covered["a slab that is sealed is followed"] += 1
         return digests if is_filled else None
