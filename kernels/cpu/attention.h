@@ -60,9 +60,10 @@ TARGET INLINE int64_t NAME(end_of_run)(const kv_tile_t *tile, int64_t first, int
 }
 
 /* weights @ values is added to some rows of output. */
-TARGET static void NAME(add_values)(const kv_tile_t *tile, const float *weights, float *output,
-                                    int64_t rows, int64_t seen, int64_t dim)
+TARGET static void NAME(add_values)(const cache_t *cache, places_t *places, const kv_tile_t *tile,
+                                    const float *weights, float *output, int64_t rows, int64_t seen)
 {
+    int64_t dim = cache->head_dim;
     tile_t at = {.x_stride = TILE, .panel_stride = tile->panel_stride,
                  .w_stride = tile->token_stride, .from_stride = dim, .y_stride = dim};
     for (int64_t first = 0, end; first < seen; first = end) {
@@ -70,6 +71,7 @@ TARGET static void NAME(add_values)(const kv_tile_t *tile, const float *weights,
         const float *values = tile->values + (tile->at ? tile->at[first] : 0);
         at.x = weights + first, at.depth = end - first;
         for (int64_t i = 0; i < dim / PANEL; i += PANELS) {
+            NAME(fetch)(cache, places, (int)(end - first) / 8);
             at.w = values + i * tile->panel_stride;
             at.from = at.y = output + i * PANEL;
             NAME(any_tile)(rows, (int)least(PANELS, dim / PANEL - i), at);
@@ -78,19 +80,21 @@ TARGET static void NAME(add_values)(const kv_tile_t *tile, const float *weights,
 }
 
 /* Up to ROWS queries and one tile. `seen`: keys of the tile that the last of them sees. */
-TARGET static void NAME(attend)(const attention_t *p, const kv_tile_t *tile, state_t state,
-                                int64_t rows, int64_t seen, float *weights)
+TARGET static void NAME(attend)(const attention_t *p, places_t *places, const kv_tile_t *tile,
+                                state_t state, int64_t rows, int64_t seen, float *weights)
 {
     static const float zero[PANELS * PANEL];
     int64_t dim = p->cache->head_dim, key_panels = (seen + PANEL - 1) / PANEL;
     tile_t scores = {.x = state.q, .x_stride = dim, .panel_stride = dim * PANEL, .w_stride = PANEL,
                      .depth = dim, .from = zero, .y_stride = TILE};
     for (int64_t i = 0; i < key_panels; i += PANELS) {
+        NAME(fetch)(p->cache, places, 4);
         scores.w = tile->keys + i * dim * PANEL;
         scores.y = weights + i * PANEL;
         NAME(any_tile)(rows, (int)least(PANELS, key_panels - i), scores);
     }
     for (int64_t r = 0; r < rows; r++) {
+        NAME(fetch)(p->cache, places, 4);
         float *row = weights + r * TILE;
         int64_t sees = least(state.seen + (state.row + r) / p->group, TILE);
         if (sees > 0)
@@ -99,12 +103,12 @@ TARGET static void NAME(attend)(const attention_t *p, const kv_tile_t *tile, sta
         for (int64_t key = sees > 0 ? sees : 0; key < seen; key++)
             row[key] = 0.0f;
     }
-    NAME(add_values)(tile, weights, state.output, rows, seen, dim);
+    NAME(add_values)(p->cache, places, tile, weights, state.output, rows, seen);
 }
 
 /* The rows of one head: query by query, `group` of each. */
 TARGET static void NAME(attend_head)(const attention_t *p, const span_t *span, state_t state,
-                                     int64_t first, int64_t count, const kv_tile_t *tile,
+                                     int64_t first, places_t *places, const kv_tile_t *tile,
                                      float *weights)
 {
     int64_t rows = span->num_queries * p->group, blocks = (rows + ROWS - 1) / ROWS;
@@ -112,11 +116,11 @@ TARGET static void NAME(attend_head)(const attention_t *p, const span_t *span, s
     state.seen = span->position + 1 - first;
     for (int64_t i = 0; i < blocks; i++) {
         int64_t row = rows * i / blocks, end = rows * (i + 1) / blocks;
-        int64_t seen = least(state.seen + (end - 1) / p->group, count);
+        int64_t seen = least(state.seen + (end - 1) / p->group, places->count);
         state_t block = {state.q + row * dim, state.output + row * dim, state.most + row,
                          state.sum + row, row, state.seen};
         if (seen > 0)
-            NAME(attend)(p, tile, block, end - row, seen, weights);
+            NAME(attend)(p, places, tile, block, end - row, seen, weights);
     }
 }
 
@@ -168,7 +172,7 @@ TARGET static void NAME(attention_task)(const void *call, int64_t task, int work
             state_t of_head = {state.q + i * rows * dim, state.output + i * rows * dim,
                                state.most + i * rows, state.sum + i * rows, 0, 0};
             kv_tile_t tile = NAME(load_tile)(p->cache, &places, span->head + i, rows, panels);
-            NAME(attend_head)(p, span, of_head, first, places.count, &tile, weights);
+            NAME(attend_head)(p, span, of_head, first, &places, &tile, weights);
         }
     }
     NAME(end_rows)(p, span, state);

@@ -22,10 +22,12 @@ __attribute__((target("avx2,fma,f16c"))) INLINE __m256 eight_of_e4m3(const uint8
                         _mm256_castsi256_ps(is_nan));
 }
 
-/* Eight elements of any type but float32, before their scale. */
+/* Eight elements, before their scale. */
 __attribute__((target("avx2,fma,f16c"))) INLINE __m256 eight_floats(int64_t type, const char *from)
 {
     switch (type) {
+    case FLOAT32:
+        return _mm256_loadu_ps((const float *)from);
     case BFLOAT16: {
         __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from));
         return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
@@ -39,13 +41,15 @@ __attribute__((target("avx2,fma,f16c"))) INLINE __m256 eight_floats(int64_t type
     }
 }
 
-/* A head of `count` elements, a multiple of 16, as floats. */
+/* A head of `count` elements, a multiple of 16, as floats: 16 of them every `stride`. */
 __attribute__((target("avx2,fma,f16c"))) INLINE void
-floats_of(const int64_t type, const char *from, const float *scale, float *to, int64_t count)
+floats_of(const int64_t type, const char *from, const float *scale, float *to, int64_t stride,
+          int64_t count)
 {
     __m256 by = _mm256_set1_ps(scale ? *scale : 1.0f);
-    for (int64_t i = 0; i < count; i += 8) {
-        __m256 value = eight_floats(type, from + i * bytes_of(type));
-        _mm256_storeu_ps(to + i, scale ? _mm256_mul_ps(value, by) : value);
-    }
+    for (int64_t i = 0; i < count; i += 16, to += stride)
+        for (int half = 0; half < 16; half += 8) {
+            __m256 value = eight_floats(type, from + (i + half) * bytes_of(type));
+            _mm256_storeu_ps(to + half, scale ? _mm256_mul_ps(value, by) : value);
+        }
 }

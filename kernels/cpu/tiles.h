@@ -49,58 +49,65 @@ TARGET static void NAME(find_places)(const attention_t *p, const span_t *span, i
     int64_t slots[TILE], total = span->position + span->num_queries;
     places->count = NAME(find_tokens)(p->cache, batch->tables + span->seq * batch->table_stride,
                                       first, total, places->at, places->slot);
-    places->fetched = places->end = 0;
+    places->token = places->next_count = 0;
     first += TILE;
     if (first >= total) {
         if (++span == batch->spans + batch->num_spans)
             return;
         first = 0, total = span->position + span->num_queries;
     }
-    int64_t count = NAME(find_tokens)(p->cache, batch->tables + span->seq * batch->table_stride,
-                                      first, total, places->next_at, slots);
-    places->head = span->head, places->heads = span->num_heads;
-    places->end = count * span->num_heads;
+    places->next_count = NAME(find_tokens)(p->cache,
+                                           batch->tables + span->seq * batch->table_stride, first,
+                                           total, places->next_at, slots);
+    places->head = places->first_head = span->head;
+    places->end_head = span->head + span->num_heads;
 }
 
-/* One head of the next tile, early: in the order of memory, which the processor follows ahead. */
-TARGET INLINE void NAME(fetch)(const cache_t *cache, const int64_t bytes, places_t *places)
+/* Some heads of the next tile, early, in the order of memory. They are asked for a few at a time, all
+ * through the work on this tile: a processor waits that has asked for too much at once. */
+TARGET INLINE void NAME(fetch)(const cache_t *cache, places_t *places, int count)
 {
-    if (places->fetched == places->end)
-        return;
-    int64_t token = places->fetched / places->heads, head = places->fetched % places->heads;
-    int64_t at = places->next_at[token] + (places->head + head) * cache->head_stride;
-    places->fetched++;
-    for (int64_t i = 0; i < cache->head_dim * bytes; i += 64) {
-        __builtin_prefetch((const char *)cache->k + at * bytes + i, 0, 2);
-        __builtin_prefetch((const char *)cache->v + at * bytes + i, 0, 2);
+    int64_t bytes = bytes_of(cache->type), size = cache->head_dim * bytes;
+    for (; count > 0 && places->token < places->next_count; count--) {
+        int64_t at = places->next_at[places->token] + places->head * cache->head_stride;
+        for (int64_t i = 0; i < size; i += 64) {
+            __builtin_prefetch((const char *)cache->k + at * bytes + i, 0, 2);
+            __builtin_prefetch((const char *)cache->v + at * bytes + i, 0, 2);
+        }
+        if (++places->head == places->end_head)
+            places->head = places->first_head, places->token++;
     }
 }
 
 /* Panels of keys are filled up with the last of them: nobody sees its scores there. */
-TARGET INLINE void NAME(load_tile_of)(const int64_t type, const cache_t *cache,
-                                      places_t *places, int64_t head, float *panels,
-                                      int keeps_values)
+TARGET INLINE void NAME(load_tile_of)(const int64_t type, const cache_t *cache, places_t *places,
+                                      int64_t head, float *panels, int moves_values)
 {
-    int64_t dim = cache->head_dim, bytes = bytes_of(type), head_at = head * cache->head_stride;
-    float keys[PANEL][MOST_HEAD_DIM], floats[MOST_HEAD_DIM];
-    const float *row[PANEL], *value = floats;
+    int64_t dim = cache->head_dim, bytes = bytes_of(type);
+    float keys[PANEL][MOST_HEAD_DIM];
+    const float *row[PANEL];
     for (int64_t token = 0; token < places->count; token++) {
-        int64_t at = places->at[token] + head_at, lane = token % PANEL;
-        NAME(fetch)(cache, bytes, places);
-        if (type == FLOAT32) {
-            row[lane] = (const float *)cache->k + at;
-            value = (const float *)cache->v + at;
-        } else {
-            int64_t scale = places->slot[token] * cache->heads + head;
-            floats_of(type, (const char *)cache->k + at * bytes,
-                      cache->k_scale ? cache->k_scale + scale : 0, keys[lane], dim);
-            floats_of(type, (const char *)cache->v + at * bytes,
-                      cache->v_scale ? cache->v_scale + scale : 0, floats, dim);
-            row[lane] = keys[lane];
+        int64_t at = places->at[token] + head * cache->head_stride, lane = token % PANEL;
+        int64_t scale = places->slot[token] * cache->heads + head;
+        const char *key = (const char *)cache->k + at * bytes;
+        const char *value = (const char *)cache->v + at * bytes;
+        if (token % 2)
+            NAME(fetch)(cache, places, 1);
+        if (token + 4 < places->count) {
+            const char *soon = key + (places->at[token + 4] - places->at[token]) * bytes;
+            for (int64_t i = 0; i < dim * bytes; i += 64)
+                __builtin_prefetch(soon + i, 0, 3);
         }
-        float *to = panels + TILE * dim + token * PANEL;
-        for (int64_t d = 0; keeps_values && d < dim; d += PANEL, to += TILE * PANEL)
-            EACH_PART(i) STORE(to + i * LANES, LOAD(value + d + i * LANES));
+        row[lane] = type == FLOAT32 ? (const float *)key : keys[lane];
+        if (type != FLOAT32)
+            floats_of(type, key, cache->k_scale ? cache->k_scale + scale : 0, keys[lane], PANEL,
+                      dim);
+        if (moves_values)
+            floats_of(type, value, cache->v_scale ? cache->v_scale + scale : 0,
+                      panels + TILE * dim + token * PANEL, TILE * PANEL, dim);
+        else
+            for (int64_t i = 0; i < dim * bytes; i += 64)
+                __builtin_prefetch(value + i, 0, 3);
         if (lane < PANEL - 1 && token < places->count - 1)
             continue;
         for (int64_t i = lane + 1; i < PANEL; i++)

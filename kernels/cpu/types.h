@@ -112,8 +112,8 @@ typedef struct {
 typedef struct {
     int64_t count, next_count;
     int64_t at[TILE], slot[TILE], next_at[TILE];
-    int64_t head, heads, end;  /* of the next: the first, how many, and those of all tokens */
-    int64_t fetched;           /* of these */
+    int64_t first_head, end_head; /* of the next */
+    int64_t token, head;          /* of the next: what is fetched up to now ends before it */
 } places_t;
 
 /* One head's keys and values of a tile. */
