@@ -76,7 +76,7 @@ class ModelRunner:
             layer_done(0, self._event())
             attend = Telling(attend, lambda layer: layer_done(layer + 1, self._event()))
         hidden = self._decoder(tensors.token_ids, tensors.positions, attend)
-        return self._decoder.logits(hidden[tensors.sampled_tokens])
+        return self._decoder.logits(hidden.index_select(0, tensors.sampled_tokens))
 
     @torch.inference_mode()
     def capture_graphs(

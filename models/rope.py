@@ -22,6 +22,9 @@ from torch import Tensor, nn
 
 from kvferry.models.rope_spec import RopeSpec, RopeType
 
+TABLE_ROWS = 1024
+"""Positions whose cosines are computed at a time on the host."""
+
 
 class RotaryEmbedding(nn.Module):
     """Rotates queries and keys. Shapes: T tokens, H heads, D = head_dim."""
@@ -33,9 +36,31 @@ class RotaryEmbedding(nn.Module):
         self.scale = cos_sin_scale(rope)
         frequencies = inverse_frequencies(rope, head_dim, max_model_len)
         self.register_buffer("inv_freq", frequencies, persistent=False)
+        self._tables: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """positions [T] -> cos, sin [T, D/2] in ``dtype``."""
+        if positions.device.type != "cpu" or not len(positions):
+            return self._computed(positions, dtype)
+        cos, sin = self._table(int(positions.max()) + 1, dtype)
+        return cos.index_select(0, positions), sin.index_select(0, positions)
+
+    def _table(self, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """On the host rows are looked up: computing them wakes torch's threads, which then spin for
+        a while beside those that go on with the step. Made in pieces of one size, so that a
+        position's bits do not depend on how far the table reaches.
+        """
+        table = self._tables.get(dtype)
+        if table is None or len(table[0]) < length:
+            pieces = [
+                self._computed(torch.arange(start, start + TABLE_ROWS), dtype)
+                for start in range(0, length, TABLE_ROWS)
+            ]
+            cosines, sines = zip(*pieces, strict=True)
+            table = self._tables[dtype] = torch.cat(cosines), torch.cat(sines)
+        return table
+
+    def _computed(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         angles = positions[:, None].to(torch.float32) * self.inv_freq.to(torch.float32)
         cos = (angles.cos() * self.scale).to(dtype)
         sin = (angles.sin() * self.scale).to(dtype)
