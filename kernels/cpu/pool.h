@@ -20,7 +20,7 @@
 #include <time.h>
 
 enum { MOST_WORKERS = 64 };
-enum { SPIN_NS = 30000 }; /* what a thread waits awake: the time between two calls of one step */
+enum { SPIN_NS = 100000 }; /* what a thread waits awake: the time between two calls of one step */
 
 /* `worker`: 0 is the caller; no two that run at a time have the same number. */
 typedef void task_t(const void *call, int64_t task, int worker);
