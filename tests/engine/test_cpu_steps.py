@@ -4,6 +4,11 @@ others, and however its prompt is cut into chunks.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -170,3 +175,47 @@ def test_logits_are_those_of_float64(decoder: Decoder, dtype: torch.dtype, bound
     for part in (PROMPT[:100], PROMPT[100:101], PROMPT[101:]):
         wanted, got = exact.step({0: part})[0], ours.step({0: part})[0]
         assert (got - wanted).abs().max() <= bound * wanted.abs().max()
+
+
+STEPS_WITH_TORCHS_THREADS_ASLEEP = """
+import sys, time
+from pathlib import Path
+import numpy as np, torch
+from kvferry.engine.plan import SamplingRows
+from kvferry.engine.sampler import sample
+from kvferry.kernels.ops import Backend
+from test_cpu_steps import Sequences, decoder_on, tokens
+
+def threads():
+    return {task.name for task in Path("/proc/self/task").iterdir()}
+
+def processor_ns(ids):
+    tasks = Path("/proc/self/task")
+    return sum(int((tasks / name / "schedstat").read_text().split()[0]) for name in ids)
+
+torch.set_num_threads(2)
+before = threads()
+torch.ones(1 << 22).sum()
+torchs = threads() - before
+assert torchs, "torch has no threads here"
+some = Sequences(decoder_on(Backend.CPU), 8)
+some.step({seq: tokens(20, seed=seq) for seq in range(8)})
+time.sleep(0.5)
+used = processor_ns(torchs)
+for number in range(100):
+    some.step({seq: tokens(1, seed=number) for seq in range(8)})
+    sample(torch.randn(8, 1000), SamplingRows.greedy(8), 1000)
+used = processor_ns(torchs) - used
+assert used == 0, f"{used} ns"
+"""
+
+
+def test_decode_steps_wake_none_of_torchs_threads() -> None:
+    """They would spin for a while, on the processors that the library's threads want."""
+    paths = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
+    subprocess.run(
+        [sys.executable, "-c", STEPS_WITH_TORCHS_THREADS_ASLEEP],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        check=True,
+        timeout=300,
+    )
