@@ -67,9 +67,10 @@ async def test_a_prompt_is_computed_and_shipped_once_for_all_its_choices(
     }
     config = local_config(**uncached)
     async with local_system(config, work.backend()) as system:
-        answers = await system.choices(prompt, COUNT, **SAMPLED)
+        # Long enough that the first still runs when the last of the others comes to share with it.
+        answers = await system.choices(prompt, COUNT, **SAMPLED | {"max_tokens": 40})
         await system.settled()
-    assert answers == [expected(prompt, index) for index in range(COUNT)]
+    assert answers == [expected(prompt, index, 40) for index in range(COUNT)]
     assert len(set(map(tuple, answers))) == COUNT
     assert {work.computed[position] for position in range(len(prompt))} == {1}
     assert work.copies == (COUNT - 1) * (len(prompt) % 4 > 0)
