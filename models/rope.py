@@ -51,11 +51,11 @@ class RotaryEmbedding(nn.Module):
         position's bits do not depend on how far the table reaches.
         """
         table = self._tables.get(dtype)
-        if table is None or len(table[0]) < length:
-            pieces = [
-                self._computed(torch.arange(start, start + TABLE_ROWS), dtype)
-                for start in range(0, length, TABLE_ROWS)
-            ]
+        so_far = 0 if table is None else len(table[0])
+        if table is None or so_far < length:
+            pieces = [] if table is None else [table]
+            for start in range(so_far, length, TABLE_ROWS):
+                pieces.append(self._computed(torch.arange(start, start + TABLE_ROWS), dtype))
             cosines, sines = zip(*pieces, strict=True)
             table = self._tables[dtype] = torch.cat(cosines), torch.cat(sines)
         return table
