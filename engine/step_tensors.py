@@ -10,7 +10,6 @@ attention computes the two kinds differently. Sampled rows keep the plan's order
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -86,13 +85,11 @@ class StepArrays:
         )
 
     def on(self, device: torch.device | str) -> StepTensors:
-        is_cpu = torch.device(device).type == "cpu"
-        upload = torch.from_numpy if is_cpu else partial(uploaded, device=device)
         return StepTensors(
-            token_ids=upload(self.token_ids),
-            positions=upload(self.positions),
-            slots=upload(self.slots),
-            sampled_tokens=upload(self.sampled_tokens),
+            token_ids=uploaded(self.token_ids, device),
+            positions=uploaded(self.positions, device),
+            slots=uploaded(self.slots, device),
+            sampled_tokens=uploaded(self.sampled_tokens, device),
             query_starts=self.query_starts,
             context_lens=self.context_lens,
             block_tables=self.block_tables,
