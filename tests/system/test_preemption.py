@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import random
-import sys
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from pressure_rig import MAX_MODEL_LEN, PressureRig, Request
+from step_costs import calls_of
 
 from kvferry.core.ids import RequestId
 from kvferry.decode_worker.scheduler import victims
@@ -174,24 +173,6 @@ def test_nobody_starves_however_long_others_keep_coming() -> None:
         assert len(rig.requests) > 100
 
 
-def calls_in_a_turn(rig: PressureRig) -> int:
-    """Python and C functions that the next turn calls."""
-    count = 0
-
-    def note(frame: object, event: str, arg: object) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    gc.disable()  # whoever listens to collections, as Hypothesis does, would be counted
-    sys.setprofile(note)
-    try:
-        rig.turn()
-    finally:
-        sys.setprofile(None)
-        gc.enable()
-    return count
-
-
 def test_a_step_costs_by_what_runs_and_not_by_what_waits() -> None:
     """Four run on all the blocks there are; one, or sixty of the same kind, wait behind them."""
     costs = []
@@ -205,7 +186,7 @@ def test_a_step_costs_by_what_runs_and_not_by_what_waits() -> None:
             rig.turn()
         running = [request for request in rig.requests if rig.state(request) is State.DECODING]
         assert len(running) == 4
-        costs.append(calls_in_a_turn(rig))
+        costs.append(calls_of(rig.turn))
         finish(rig)
     assert costs[0] == costs[1]
 
