@@ -25,7 +25,7 @@ class CompiledAttend:
     """Each layer's. See ``kernels/cpu/attention.py:cache_of``."""
 
     def __call__(self, layer: int, heads: Heads) -> Tensor:
-        if layer == 0:
+        if self.batch.rotation is None:
             self.batch.rotate_by(heads.cos, heads.sin)
         norms = None
         if heads.q_norm is not None and heads.k_norm is not None:

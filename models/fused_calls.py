@@ -80,6 +80,11 @@ class LayerCalls:
     attention: ctypes.Structure
     kept: list[ctypes.Structure]
 
+    @property
+    def after(self) -> int:
+        """The number of what comes after attention."""
+        return self.middle + 2
+
 
 def calls_of(layer: FusableLayer, at: Buffers) -> LayerCalls:
     """What ``layer`` computes, on ``at``."""

@@ -94,7 +94,7 @@ class FusedLayer(nn.Module):
         tell: Callable[[int], None] | None,
     ) -> None:
         layer, batch = self.self_attn.layer, step.batch
-        if layer == 0:
+        if batch.rotation is None:
             batch.rotate_by(*rotation)
         cache = ctypes.addressof(step.caches[layer])
         calls.rotation.cache = calls.attention.cache = cache
@@ -102,16 +102,16 @@ class FusedLayer(nn.Module):
         if tell is None:
             self._run(calls, 0, len(calls.steps), batch.call)
             return
-        self._run(calls, 0, calls.middle + 2, batch.call)
+        self._run(calls, 0, calls.after, batch.call)
         tell(layer)
-        self._run(calls, calls.middle + 2, len(calls.steps), batch.call)
+        self._run(calls, calls.after, len(calls.steps), batch.call)
 
     def _run_around(self, calls: LayerCalls, rows: int, rotation: Rotation, attend: Attend) -> None:
         batch, buffers = Batch(tokens=rows), calls.buffers
         self._run(calls, 0, calls.middle, batch)
         heads = self._heads(buffers.heads[:rows], rotation)
         buffers.attended[:rows] = attend(self.self_attn.layer, heads).flatten(-2)
-        self._run(calls, calls.middle + 2, len(calls.steps), batch)
+        self._run(calls, calls.after, len(calls.steps), batch)
 
     def _run(self, calls: LayerCalls, first: int, end: int, batch: ctypes.Structure) -> None:
         ops = self._shared.ops

@@ -60,38 +60,23 @@ OPERATION(swiglu, swiglu_t)
 OPERATION(rotate, rotation_t)
 OPERATION(attention, attention_t)
 
+/* A step's own call, with one field that is the batch's. */
+#define RUN(kind, name, type, field, value)                                                        \
+    case kind: {                                                                                   \
+        type call = *(const type *)step->call;                                                     \
+        call.field = value;                                                                        \
+        kvferry_##name(&call, lanes, workers);                                                     \
+        break;                                                                                     \
+    }
+
 static void run_step(const step_t *step, const batch_t *batch, int lanes, int workers)
 {
     switch (step->kind) {
-    case PRODUCT: {
-        product_t call = *(const product_t *)step->call;
-        call.rows = batch->tokens;
-        kvferry_product(&call, lanes, workers);
-        break;
-    }
-    case NORM: {
-        norm_t call = *(const norm_t *)step->call;
-        call.rows = batch->tokens;
-        kvferry_norm(&call, lanes, workers);
-        break;
-    }
-    case SWIGLU: {
-        swiglu_t call = *(const swiglu_t *)step->call;
-        call.rows = batch->tokens;
-        kvferry_swiglu(&call, lanes, workers);
-        break;
-    }
-    case ROTATE: {
-        rotation_t call = *(const rotation_t *)step->call;
-        call.batch = batch;
-        kvferry_rotate(&call, lanes, workers);
-        break;
-    }
-    case ATTENTION: {
-        attention_t call = *(const attention_t *)step->call;
-        call.batch = batch;
-        kvferry_attention(&call, lanes, workers);
-    }
+        RUN(PRODUCT, product, product_t, rows, batch->tokens)
+        RUN(NORM, norm, norm_t, rows, batch->tokens)
+        RUN(SWIGLU, swiglu, swiglu_t, rows, batch->tokens)
+        RUN(ROTATE, rotate, rotation_t, batch, batch)
+        RUN(ATTENTION, attention, attention_t, batch, batch)
     }
 }
 

@@ -1,4 +1,4 @@
-/* Vectors of 8: two of them are 16 lanes. See kinds.h. */
+/* Vectors of 8: two of them are 16 lanes. See cpu_ops.c. */
 
 #define TARGET __attribute__((target("avx2,fma,f16c")))
 #define NAME(name) name##_avx2

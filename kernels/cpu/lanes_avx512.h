@@ -1,4 +1,4 @@
-/* Vectors of 16. See kinds.h. */
+/* Vectors of 16. See cpu_ops.c. */
 
 #define TARGET __attribute__((target("avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")))
 #define NAME(name) name##_avx512

@@ -64,7 +64,9 @@ TARGET static void NAME(find_places)(const attention_t *p, const span_t *span, i
 }
 
 /* Some heads of the next tile, early, in the order of memory. They are asked for a few at a time, all
- * through the work on this tile: a processor waits that has asked for too much at once. */
+ * through the work on this tile: a processor waits that has asked for too much at once. For three
+ * queries the callers ask for 32 while a head is loaded, 8 at scores, 12 at weights and 16 at values:
+ * all 64, in shares of about the time that each takes. */
 TARGET INLINE void NAME(fetch)(const cache_t *cache, places_t *places, int count)
 {
     int64_t bytes = bytes_of(cache->type), size = cache->head_dim * bytes;
@@ -128,7 +130,7 @@ TARGET static kv_tile_t NAME(load_tile)(const cache_t *cache, places_t *places, 
                            cache->token_stride, places->at};
 #define OF_TYPE(type)                                                                              \
     case type:                                                                                     \
-        NAME(load_tile_of)(type, cache, places, head, panels, !tile.at);                              \
+        NAME(load_tile_of)(type, cache, places, head, panels, !tile.at);                           \
         break
     switch (cache->type) {
         OF_TYPE(FLOAT32);

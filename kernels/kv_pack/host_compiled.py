@@ -32,6 +32,7 @@ MOST_HEAD_DIM = 2048
 TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn)
 """Converted into each other; in the order of ``convert.h``."""
 MOST_PLACES = 1024
+"""Shapes of moves whose structures a cache keeps at most."""
 LANES = {0: "plain C", 1: "AVX2", 2: "AVX-512"}
 
 

@@ -48,9 +48,10 @@ static int64_t least(int64_t a, int64_t b)
 }
 
 /* Between the cache and a slab. `shared`: the range, all but its blocks and where it begins.
- * `digests` has one number per tile. The seed of a tile is `seed` with its number in the low half. `by`: null unless the slab has another element type. A gather tells
- * `progress`, unless that is null, which tiles it has filled; a scatter waits for each there. Returns
- * OUTSIDE, with nothing moved, for a block outside the cache, GIVEN_UP when the gather did not go on.
+ * `digests` has one number per tile. The seed of a tile is `seed` with its number in the low half.
+ * `by`: null unless the slab has another element type. A gather tells `progress`, unless that is null,
+ * which tiles it has filled; a scatter waits for each there. Returns OUTSIDE, with nothing moved, for
+ * a block outside the cache, GIVEN_UP when the gather did not go on.
  */
 int kvferry_move(const tensor_t *tensors, int num_tensors, const range_t *shared,
                  const int32_t *blocks, int64_t begin, uint8_t *slab, uint64_t seed,
