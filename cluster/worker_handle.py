@@ -14,6 +14,7 @@ from ray.util import get_node_ip_address
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from kvferry.cluster.processes import Processes
 from kvferry.cluster.runtime import answer
 from kvferry.core.config import Config, PoolConfig
 from kvferry.core.errors import StartupError
@@ -43,24 +44,24 @@ class WorkerHandle:
         self._bundle = bundle
         self._group = group
         self._config = config
+        self._processes = Processes()
         self._actor: Any = None
-        self._others: list[Any] = []
+        """Rank 0."""
 
     async def start(self, folder: Path, vocab_size: int, secret: str) -> None:
         """Start the processes and wait until rank 0 listens. Raises StartupError."""
-        self._kill()  # a step loop died, its process may not have
+        self._processes.kill()  # a step loop died, its process may not have
         first, other = _KINDS[self.role]
         common = self._config.model_dump(), secret, get_node_ip_address
-        self._actor = self._placed(first).remote(self.worker_id, *common)
+        self._actor = self._processes.add(self._placed(first).remote(self.worker_id, *common))
         model = str(folder), vocab_size
         following: list[Any] = []
         if self._pool.tp > 1:
             port = await self._answer(self._actor.open_group.remote())
-            self._others = [
-                self._placed(other).remote(f"{self.worker_id} rank {rank}", rank, *common)
-                for rank in range(1, self._pool.tp)
-            ]
-            following = [actor.run.remote(port, *model) for actor in self._others]
+            for rank in range(1, self._pool.tp):
+                name = f"{self.worker_id} rank {rank}"
+                actor = self._processes.add(self._placed(other).remote(name, rank, *common))
+                following.append(actor.run.remote(port, *model))
         try:
             self.address = await self._answer(self._actor.start.remote(*model))
         except StartupError:
@@ -82,7 +83,7 @@ class WorkerHandle:
         with contextlib.suppress(RayError, TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._actor.stop.remote()
-        self._kill()
+        self._processes.kill()
 
     @property
     def _pool(self) -> PoolConfig:
@@ -102,12 +103,6 @@ class WorkerHandle:
     async def _answer(self, call: Awaitable[T]) -> T:
         limit_s = self._config.cluster.start_timeout_s
         return await answer(call, limit_s, f"start of {self.worker_id}")
-
-    def _kill(self) -> None:
-        for actor in (self._actor, *self._others):
-            if actor is not None:
-                ray.kill(actor)
-        self._actor, self._others = None, []
 
 
 async def _raise_first_cause(runs: list[Any]) -> None:
