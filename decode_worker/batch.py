@@ -53,6 +53,8 @@ class DecodeBatch:
         """Of ``running``."""
         self._stalled: set[WorkerSequence] = set()
         """Those that lack a block for the token of the next step."""
+        self._ahead: Step | None = None
+        """The next step, as it was foreseen while the last one computed."""
 
     @property
     def waiting_tokens(self) -> int:
@@ -106,6 +108,7 @@ class DecodeBatch:
         """The next step, which has no tokens where there are ``moves`` to make and nothing to
         compute.
         """
+        ahead, self._ahead = self._ahead, None
         decoding, prompts = self.running, self.prompts
         if self._stalled:
             decoding = [seq for seq in decoding if seq not in self._stalled]
@@ -113,6 +116,8 @@ class DecodeBatch:
             decoding = [seq for seq in decoding if not self._gate.holds(seq.state, seq.key)]
             prompts = [seq for seq in prompts if not self._gate.holds(seq.state, seq.key)]
         suspect = self._stepper.next_suspect()
+        if ahead is not None and suspect is None and not prompts and decoding == ahead.seqs:
+            return self._begin_ahead(ahead)
         if suspect is not None:
             decoding = [seq for seq in decoding if seq is suspect[0]]
             prompts = [seq for seq in prompts if seq is suspect[0]]
@@ -134,6 +139,37 @@ class DecodeBatch:
         self._step = self._stepper.build(seqs, query_lens, rows)
         return self._step.plan
 
+    def plan_ahead(self) -> StepPlan | None:
+        """While a step computes, the one after it: what ``plan`` returns if its sequences go on and
+        no other comes. Those that it brings to their most tokens are left out.
+
+        The blocks that it takes are its sequences' own from now on.
+        """
+        self._ahead = None
+        running, rows, table = self.running, self._running_rows, self._sequences.table
+        is_foreseen = not (self.prompts or self._stalled or self._gate.shut or table.num_samples)
+        # Sequences that have joined since stand behind those of the step.
+        in_step = self.planned.rows
+        if not is_foreseen or not np.array_equal(rows[: len(in_step)], in_step):
+            return None
+        pending = np.arange(len(rows)) < len(in_step)
+        goes_on = table.length[rows] + pending < table.max_length[rows]
+        if not goes_on.all():
+            running = [running[i] for i in goes_on.nonzero()[0].tolist()]
+            rows, pending = rows[goes_on], pending[goes_on]
+        if not 0 < len(running) <= self._max_seqs:
+            return None
+        lacking = table.lacking_block(rows, pending).tolist()
+        if lacking and not self._sequences.grow(lacking):
+            return None
+        self._ahead = self._stepper.build_ahead(list(running), rows, pending)
+        return self._ahead.plan
+
+    def _begin_ahead(self, ahead: Step) -> StepPlan:
+        self._stepper.begin_ahead(ahead)
+        self._step, self._num_decoding = ahead, len(ahead.seqs)
+        return ahead.plan
+
     def commit(self, result: StepResult) -> tuple[StepTokens, list[FirstToken]]:
         """Local prompts whose last chunk this was leave the batch; they may come back as
         running.
@@ -148,6 +184,7 @@ class DecodeBatch:
 
     def failed(self) -> list[WorkerSequence]:
         """The sequences to fail because the step planned last could not be run."""
+        self._ahead = None
         return [seq for seq in self._stepper.failed(self.planned) if seq.state is not State.CLOSED]
 
     def join(self, seq: WorkerSequence) -> None:

@@ -129,6 +129,9 @@ class DecodeRole:
             swaps.add_moves(plan)
         return plan
 
+    def plan_ahead(self) -> StepPlan | None:
+        return self._batch.plan_ahead()
+
     def layer_listener(self) -> None:
         """What is computed here stays here."""
 

@@ -116,8 +116,16 @@ class StaticInputs:
         """The numbers of ``step`` and, behind them, rows of no sequence. Nothing waits for the
         device: copies come behind the step before.
         """
-        attention = self.attention
+        self.fill_ahead(step)
+        self.fill_tokens(step)
+
+    def fill_tokens(self, step: StepArrays) -> None:
+        """What is known last."""
         _fill(self.token_ids, step.token_ids, 0)
+
+    def fill_ahead(self, step: StepArrays) -> None:
+        """All but that."""
+        attention = self.attention
         _fill(self.positions, step.positions, 0)
         _fill(self.sampled_tokens, step.sampled_tokens, 0)
         _fill(attention.slots, step.slots, -1)
@@ -170,6 +178,8 @@ class DecodeGraphs:
         self._buckets = buckets
         self._inputs = StaticInputs.allocate(buckets, max_blocks, device)
         self._graphs: dict[Bucket, Captured] = {}
+        self._prepared: StepArrays | None = None
+        """What the static inputs hold, but for its token ids."""
 
     def capture_all(self, capture: Capture, progress: Progress) -> None:
         """One graph per bucket, of a step of no tokens: what it launches is the same."""
@@ -189,12 +199,24 @@ class DecodeGraphs:
         bucket = Bucket(next_power_of_2(num_seqs), next_power_of_2(longest))
         return bucket if bucket in self._graphs else None
 
+    def prepare(self, step: StepArrays) -> None:
+        """Fill in what is known of the step that may be launched next: all but its token ids."""
+        bucket = self.bucket_of(step)
+        if bucket is not None:
+            self._inputs.of(bucket).fill_ahead(step)
+            self._prepared = step
+
     def logits(self, step: StepArrays) -> torch.Tensor | None:
         """Launch ``step``: [R, V], until the next launch. None: it has to run as it comes."""
         bucket = self.bucket_of(step)
         if bucket is None:
             return None
-        self._inputs.of(bucket).fill(step)
+        inputs = self._inputs.of(bucket)
+        if self._prepared is step:
+            inputs.fill_tokens(step)
+        else:
+            inputs.fill(step)
+        self._prepared = None
         graph = self._graphs[bucket]
         graph.replay()
         return graph.output[: len(step.sampled_tokens)]

@@ -41,3 +41,9 @@ class Launcher(Protocol):
         called on this thread, with events of the device, before this returns.
         """
         ...
+
+    def prepare(self, plan: StepPlan) -> None:
+        """While a step is in flight, get the next one ready but for its token ids, which are filled
+        in before its launch. Another one may be launched instead.
+        """
+        ...

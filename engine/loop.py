@@ -3,9 +3,10 @@
     events in ─▶ clock ─▶ plan ─▶ run the step ─▶ commit ─▶ messages out
 
 Where steps run on a device, one is launched and what needs none of its results is done while it
-computes: what the step before has to say goes out, and messages that touch no sequence of the step
-are taken in. Whatever else came waits until the step is settled; so nothing that a running step
-names can end, move or be given away under it.
+computes: what the step before has to say goes out, messages that touch no sequence of the step are
+taken in, and the next step is planned as it will be if nothing but tokens comes of this one.
+Whatever else came waits until the step is settled; so nothing that a running step names can end,
+move or be given away under it.
 
 Sessions, transfers and callers on other threads only ``post`` events. What differs between the
 roles is behind ``Role``; what is the same for both - sessions, leases, deadlines, cancels, cache
@@ -65,6 +66,12 @@ class Role(Protocol):
 
     def plan(self) -> StepPlan | None:
         """The next step, or None when nothing can run."""
+        ...
+
+    def plan_ahead(self) -> StepPlan | None:
+        """While the step planned last computes: the one that ``plan`` will return unless something
+        comes in between, with the token ids missing; None where that cannot be foreseen.
+        """
         ...
 
     def layer_listener(self) -> LayerDone | None:
@@ -200,14 +207,18 @@ class StepLoop:
         if self._launcher is None:
             return self.runner.execute(plan, self.role.layer_listener())
         flight = self._launcher.launch(plan, self.role.layer_listener())
-        self._while_it_computes(flight)
+        self._while_it_computes(flight, self._launcher)
         return flight.wait()
 
-    def _while_it_computes(self, flight: InFlight) -> None:
+    def _while_it_computes(self, flight: InFlight, launcher: Launcher) -> None:
         self._say()
         while self._inbox and self._is_apart(self._inbox[0]) and not flight.done():
             self._handle(self._inbox.popleft())
         self._say()
+        if not flight.done():
+            ahead = self.role.plan_ahead()
+            if ahead is not None:
+                launcher.prepare(ahead)
 
     def _is_apart(self, event: object) -> bool:
         """Whether ``event`` touches no sequence of a running step. In order of arrival, so that no

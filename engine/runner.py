@@ -41,6 +41,7 @@ class ModelRunner:
         self._device = kv.tensor.device
         self._attention = attention_for(decoder, kv)
         self._graphs: DecodeGraphs | None = None
+        self._prepared: tuple[StepPlan, StepArrays] | None = None
         is_triton = decoder.backend.is_triton
         self._draw = KernelSampler(decoder.ops).draw if is_triton else _drawn_at_once
 
@@ -63,9 +64,24 @@ class ModelRunner:
             return Settled(StepResult(token_ids=np.zeros(0, dtype=np.int64)))
         return self._draw(logits, plan.sampling, self._vocab_size)
 
+    @torch.inference_mode()
+    def prepare(self, plan: StepPlan) -> None:
+        """Get a step ready behind the one in flight; its token ids may still change in place."""
+        arrays = StepArrays.of(plan, self._block_size)
+        assert arrays.token_ids is plan.token_ids, "only steps of decodes are prepared"
+        self._prepared = plan, arrays
+        if self._graphs is not None:
+            self._graphs.prepare(arrays)
+
+    def _arrays_of(self, plan: StepPlan) -> StepArrays:
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None and prepared[0] is plan:
+            return prepared[1]
+        return StepArrays.of(plan, self._block_size)
+
     def logits(self, plan: StepPlan, layer_done: LayerDone | None = None) -> torch.Tensor:
         """Run one step: [num_sampled, V] in the compute dtype, on the device."""
-        arrays = StepArrays.of(plan, self._block_size)
+        arrays = self._arrays_of(plan)
         if self._graphs is not None and layer_done is None:
             logits = self._graphs.logits(arrays)
             if logits is not None:

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvferry.core.request import FinishReason
 from kvferry.engine.commit import StopRules
 from kvferry.engine.plan import Int32, StepPlan, StepResult
 from kvferry.engine.sequences import Sequences, State, WorkerSequence
-from kvferry.engine.table import Rows, build_plan
+from kvferry.engine.table import Rows, build_ahead, build_plan, fill_ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,21 @@ class Stepper:
         step = Step(seqs, rows, plan, rows[plan.sampled])
         self._rules.add_edits(plan.sampling, step.sampled_rows, self._sequences.by_row)
         return step
+
+    def build_ahead(
+        self, seqs: list[WorkerSequence], rows: Rows, pending: NDArray[np.bool_]
+    ) -> Step:
+        """The decode step after the one that computes, of which those ``pending`` are part. It may
+        never come: ``begin_ahead`` makes it the next.
+        """
+        plan = build_ahead(self._sequences.table, self._number + 1, rows, pending)
+        return Step(seqs, rows, plan, rows)
+
+    def begin_ahead(self, step: Step) -> None:
+        """All that was pending is known, and nothing else has changed for its sequences."""
+        self._number += 1
+        fill_ahead(self._sequences.table, step.rows, step.plan)
+        self._rules.add_edits(step.plan.sampling, step.rows, self._sequences.by_row)
 
     def failed(self, step: Step) -> list[WorkerSequence]:
         """The sequences to fail after a step that could not be run.

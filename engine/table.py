@@ -160,9 +160,12 @@ class SequenceTable:
             return None
         return np.array([self.num_samples.get(row, 1) for row in rows.tolist()], np.int32)
 
-    def lacking_block(self, rows: Rows) -> Rows:
-        """Those of ``rows`` whose next token has no block to be written to."""
-        lacking: Rows = rows[self.num_blocks[rows] * self.block_size < self.length[rows]]
+    def lacking_block(self, rows: Rows, pending: NDArray[np.bool_] | int = 0) -> Rows:
+        """Those of ``rows`` whose next token has no block to be written to; those ``pending`` have
+        a token more than is known of yet.
+        """
+        lengths = self.length[rows] + pending
+        lacking: Rows = rows[self.num_blocks[rows] * self.block_size < lengths]
         return lacking
 
 
@@ -187,6 +190,31 @@ def build_plan(table: SequenceTable, step: int, rows: Rows, query_lens: Int32) -
         sampled=(sampled if counts is None else np.repeat(sampled, counts)).astype(np.int32),
         sampling=_sampling_rows(table, drawn, counts),
     )
+
+
+def build_ahead(
+    table: SequenceTable, step: int, rows: Rows, pending: NDArray[np.bool_]
+) -> StepPlan:
+    """The step in which each row decodes its next token, while the one before it computes: those
+    ``pending`` are in that one, and what it yields is their input. ``fill_ahead`` brings it.
+    """
+    context = table.computed[rows] + pending
+    sampling = _sampling_rows(table, rows, None)
+    sampling.position += pending
+    return StepPlan(
+        step=step,
+        token_ids=np.zeros(len(rows), np.int64),
+        query_lens=np.ones(len(rows), np.int32),
+        context_lens=context.astype(np.int32),
+        block_tables=table.blocks[rows, : -(-int(context.max() + 1) // table.block_size)],
+        sampled=np.arange(len(rows), dtype=np.int32),
+        sampling=sampling,
+    )
+
+
+def fill_ahead(table: SequenceTable, rows: Rows, plan: StepPlan) -> None:
+    """The tokens of a step that was built ahead, all of which are known by now."""
+    plan.token_ids[:] = table.tokens[rows, plan.context_lens]
 
 
 def _next_tokens(table: SequenceTable, rows: Rows, context: Int64, query_lens: Int32) -> Int64:

@@ -140,6 +140,9 @@ class PrefillRole:
         self._chunks = [Chunk(seq.key, end, cached) for seq, end, cached in going if seq.sending]
         return plan
 
+    def plan_ahead(self) -> None:
+        """Which prompts come next depends on those that come in until then."""
+
     def layer_listener(self) -> LayerDone | None:
         return (
             self._sender.follow(self._batch.planned.plan.step, self._chunks)

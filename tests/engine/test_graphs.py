@@ -142,6 +142,52 @@ def test_logits_and_kv_are_those_of_an_eager_step(
         torch.testing.assert_close(kv.tensor, eager_kv.tensor, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("max_seqs", [8, 2])
+@pytest.mark.parametrize("other", [None, [1, 1, 1], [1, 20]])
+def test_a_step_that_was_prepared_is_the_same(max_seqs: int, other: list[int] | None) -> None:
+    """With tokens that come last, as a graph and as it comes, with another step between or not."""
+    runner, _, capture = captured(max_seqs)
+    eager = ReferenceRunner(decoder_of(Backend.TORCH), paged())
+    plan = plan_of([1] * 5, [0, 9, 30, 7, 8])
+    token_ids = plan.token_ids.copy()
+    with torch.inference_mode():
+        plan.token_ids[:] = 0
+        runner.prepare(plan)
+        if other is not None:
+            between = plan_of(other, [3] * len(other), seed=3)
+            logits = runner.logits(between).clone()
+            torch.testing.assert_close(logits, eager.logits(between), rtol=0, atol=1e-5)
+        plan.token_ids[:] = token_ids
+        logits, expected = runner.logits(plan).clone(), eager.logits(plan)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+    assert sum(capture.replays) == (max_seqs == 8) * (1 + (other == [1, 1, 1]))
+
+
+def test_of_a_prepared_step_only_token_ids_are_left_to_fill_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runner, _, _ = captured(max_seqs=8)
+    filled: list[str] = []
+    for name in ("fill_ahead", "fill_tokens"):
+        real = getattr(StaticInputs, name)
+
+        def fill(
+            self: StaticInputs, step: StepArrays, name: str = name, real: object = real
+        ) -> None:
+            filled.append(name)
+            real(self, step)  # type: ignore[operator]
+
+        monkeypatch.setattr(StaticInputs, name, fill)
+    plan = plan_of([1] * 5, [0, 9, 30, 7, 8])
+    with torch.inference_mode():
+        runner.prepare(plan)
+        assert filled == ["fill_ahead"]
+        runner.logits(plan)
+        assert filled == ["fill_ahead", "fill_tokens"]
+        runner.logits(plan)
+    assert filled == ["fill_ahead", "fill_tokens"] * 2
+
+
 def test_padding_rows_change_nothing() -> None:
     """Bit for bit, whatever they hold: tokens, positions and tables that some step left there."""
     found = []

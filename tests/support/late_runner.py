@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
+
+import numpy as np
 
 from kvferry.engine.plan import LayerDone, Runner, StepPlan, StepResult
+from kvferry.engine.step_tensors import StepArrays
 
 
 class LateRunner:
@@ -23,10 +27,23 @@ class LateRunner:
         self.meanwhile = meanwhile
         self.polls = polls
         self.in_flight = False
+        self.prepared: tuple[StepPlan, StepPlan] | None = None
+        """The last one, and as it was then."""
+        self.launched_ahead: list[bool] = []
+        """Of each step, whether it was prepared."""
+
+    def prepare(self, plan: StepPlan) -> None:
+        assert self.in_flight, "nothing to get ahead of"
+        self.prepared = plan, deepcopy(plan)
 
     def launch(self, plan: StepPlan, layer_done: LayerDone | None = None) -> LateStep:
         assert not self.in_flight, "two steps at once"
         self.in_flight = True
+        is_ahead = self.prepared is not None and self.prepared[0] is plan
+        self.launched_ahead.append(is_ahead)
+        if is_ahead:
+            _check_unchanged(*self.prepared)
+        self.prepared = None
         step = LateStep(self, plan, layer_done)
         self.meanwhile(plan)
         return step
@@ -49,3 +66,11 @@ class LateStep:
         assert self._owner.in_flight, "waited for twice"
         self._owner.in_flight = False
         return self._owner.runner.execute(self._plan, self._layer_done)
+
+
+def _check_unchanged(plan: StepPlan, prepared: StepPlan) -> None:
+    """But for token ids, which the step before yields."""
+    now, then = (StepArrays.of(step, block_size=4) for step in (plan, prepared))
+    for name in ("positions", "slots", "sampled_tokens", "query_starts", "context_lens"):
+        assert np.array_equal(getattr(now, name), getattr(then, name)), name
+    assert np.array_equal(plan.block_tables, prepared.block_tables)
