@@ -1,0 +1,32 @@
+"""Products in Triton's interpreter as a tensor core makes them: a row does not depend on others.
+
+NumPy's BLAS adds a row up in another order beside others on some CPUs (those that have AVX2 alone),
+which hides whether a kernel does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+
+def keep_rows_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on, until the test is over."""
+    whole = InterpreterBuilder.create_dot
+
+    def create_dot(
+        self: InterpreterBuilder, a: TensorHandle, b: TensorHandle, d: TensorHandle, *options: Any
+    ) -> TensorHandle:
+        if a.data.ndim != 2:
+            return whole(self, a, b, d, *options)
+        rows = [whole(self, _row(a, i), b, _row(d, i), *options).data for i in range(len(a.data))]
+        return TensorHandle(np.concatenate(rows), d.dtype.scalar)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
+
+
+def _row(tensor: TensorHandle, index: int) -> TensorHandle:
+    return TensorHandle(tensor.data[index : index + 1].copy(), tensor.dtype)
