@@ -23,6 +23,7 @@ from kvferry.bench.model_option import add_model, prepared
 from kvferry.bench.options import finished, option_parser, positive_count, run_options
 from kvferry.bench.peers import f32_gguf, llama_rates, vllm_rates
 from kvferry.bench.report import Report, Scalar
+from kvferry.bench.step_gap import gap_claim, gap_rows, measure_gap
 from kvferry.bench.step_loop import LoopSizes, LoopTimes, measure_loop
 from kvferry.bench.throughput import Rates, Sizes, Timing, measure_rates, rate_rows
 from kvferry.core.config import EMBEDDED_MODEL
@@ -78,6 +79,8 @@ def run(args: list[str]) -> Report:
     sizes = QUICK if options.quick else Sizes(repeats=options.repeats)
     steps = StepSizes(batch=2, context=20, repeats=2) if options.quick else StepSizes()
     loops = [(loop, measure_loop(loop)) for loop in loop_sizes(options.quick)]
+    running = loop_sizes(options.quick)[0].running
+    gaps = measure_gap(running, steps=4 if options.quick else 200)
     hits = measure_hit(repeats=5 if options.quick else 200)
     folder = prepared(options.model)
     spec = read_spec(folder)
@@ -86,15 +89,17 @@ def run(args: list[str]) -> Report:
     ours, *peers = _rates(options, folder, spec, sizes)
     rows = rate_rows(ours, peers, spec, sizes, limits)
     rows += [share_row(times, spec, steps, limits) for times in shares]
+    loop_rows = [_loop_row(loop, times) for loop, times in loops] + gap_rows(running, gaps)
     return Report(
         bench="engine",
-        rows=[*rows, *(_loop_row(loop, times) for loop, times in loops), hit_row(hits)],
+        rows=[*rows, *loop_rows, hit_row(hits)],
         claims=[
             *rate_claims(ours, sizes),
             *peer_claims(ours, peers, sizes),
             peak_claim(ours, spec, sizes, limits),
             share_claim(shares),
             *(loop_claim(*loop) for loop in loops),
+            gap_claim(running, gaps),
             hit_claim(hits),
         ],
         options=finished(

@@ -71,7 +71,7 @@ def measure_loop(sizes: LoopSizes) -> LoopTimes:
         batch_tokens=sizes.live * (1 + sizes.prompt_len),
         batch_seqs=sizes.live,
     )
-    worker = LocalWorker(config, _backend(sizes, runner))
+    worker = LocalWorker(config, backend_without_model(sizes, runner))
     try:
         traffic = _Traffic(worker, sizes)
         for _ in range(REPLACED_AFTER_STEPS + 8):
@@ -154,7 +154,7 @@ def _summary(traffic: _Traffic, runner: TensorOnlyRunner, steps: int) -> LoopTim
     )
 
 
-def _backend(sizes: LoopSizes, runner: TensorOnlyRunner) -> Backend:
+def backend_without_model(sizes: LoopSizes, runner: TensorOnlyRunner) -> Backend:
     """The smallest cache with room for all sequences at their longest."""
     max_model_len = sizes.prompt_len + sizes.max_tokens
     kv = PagedKV.allocate(
