@@ -48,6 +48,7 @@ def test_engine(tiny_folder: Path, tmp_path: Path) -> None:
         "prefill_share_of_peak",
         "decode_attention_share",
         "loop_ms_4",
+        "loop_gap_ms_4",
         "hit_ms_4096",
     }
     # transformers alone is not the best of all peers.
