@@ -1,6 +1,7 @@
 """Write the results of docs/results/*.json into the pages that show them, between their markers.
 
-``python docs/benchmark_tables.py [FOLDER]``; pages are written there in place of docs/.
+``python docs/benchmark_tables.py [FOLDER]``; pages are written there in place of docs/. A file is
+named after its bench, and after a kind of machine where there is more than one: BENCH-KIND.json.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ BUSY_BEFORE, BUSY_AFTER = 0.6, 1.25
 """Load averages per core, before and after a run, above which others must have been at work."""
 
 
-def render(page: str, reports: Iterable[dict[str, Any]]) -> str:
+def render(page: str, reports: Iterable[tuple[str, dict[str, Any]]]) -> str:
     """``page`` with fresh results. Raises ValueError when a marker is missing."""
     head, begin, rest = page.partition(BEGIN)
     _, end, tail = rest.partition(END)
     if not begin or not end:
         raise ValueError("the page lacks a marker of its results")
-    return head + BEGIN + "\n\n" + "\n".join(map(section, reports)) + "\n" + END + tail
+    return head + BEGIN + "\n\n" + "\n".join(section(*each) for each in reports) + "\n" + END + tail
 
 
-def section(report: dict[str, Any]) -> str:
-    """One report: where it was measured, its claims, its rows."""
+def section(name: str, report: dict[str, Any]) -> str:
+    """One report, and its file's name: where it was measured, its claims, its rows."""
     machine = report["machine"]
     parts = [
-        f"### {report['bench']}",
+        "### " + name.replace("-", ", "),
         "",
         f"Measured at commit `{report['commit']}` on {_on(machine)}.",
     ]
@@ -87,14 +88,15 @@ def _table(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def reports() -> list[dict[str, Any]]:
-    """All result files, by name."""
-    return [json.loads(path.read_text()) for path in sorted((HERE / "results").glob("*.json"))]
+def reports() -> list[tuple[str, dict[str, Any]]]:
+    """All result files with their names, in the order of these."""
+    paths = sorted((HERE / "results").glob("*.json"), key=lambda path: path.stem)
+    return [(path.stem, json.loads(path.read_text())) for path in paths]
 
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else HERE
     for page in sorted({*PAGES.values(), OTHERS}):
-        shown = [report for report in reports() if PAGES.get(report["bench"], OTHERS) == page]
+        shown = [each for each in reports() if PAGES.get(each[1]["bench"], OTHERS) == page]
         text = render((HERE / page).read_text(encoding="utf-8"), shown)
         (folder / page).write_text(text, encoding="utf-8")
