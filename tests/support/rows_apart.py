@@ -6,6 +6,8 @@ which hides whether a kernel does.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -13,8 +15,8 @@ import pytest
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 
-def keep_rows_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on, until the test is over."""
+@contextmanager
+def rows_apart() -> Iterator[None]:
     whole = InterpreterBuilder.create_dot
 
     def create_dot(
@@ -25,7 +27,9 @@ def keep_rows_apart(monkeypatch: pytest.MonkeyPatch) -> None:
         rows = [whole(self, _row(a, i), b, _row(d, i), *options).data for i in range(len(a.data))]
         return TensorHandle(np.concatenate(rows), d.dtype.scalar)
 
-    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InterpreterBuilder, "create_dot", create_dot)
+        yield
 
 
 def _row(tensor: TensorHandle, index: int) -> TensorHandle:
