@@ -141,7 +141,10 @@ def _poisoned(
 
 def bounds(batch: Batch) -> dict[torch.dtype, float]:
     products = batch.kv.k.dtype if batch.kv.k.dtype in UNIT else torch.float16
-    return {batch.q.dtype: max(UNIT[products], UNIT[batch.q.dtype])}
+    # Scores are of this order, a few times as large at most, and summed up in float32; what one is
+    # wrong by is its weight's relative error.
+    scores = 4 * batch.shape.magnitude * 2**-22
+    return {batch.q.dtype: max(UNIT[products], UNIT[batch.q.dtype], scores)}
 
 
 def check(batch: Batch, splits: SplitPlan) -> None:
