@@ -12,6 +12,7 @@ import pytest
 import ray
 import torch
 from gates import eventually
+from ray_marks import RAY
 from tiny_models import save, tiny_model
 from tiny_tokenizer import save_tokenizer
 from whole_cluster import blocks_are_back, config_for, ready, tokens
@@ -20,14 +21,7 @@ from kvferry.client.client import KvferryClient
 from kvferry.cluster.system import System
 from kvferry.core.errors import ConfigError, ModelLoadError, StartupError
 
-pytestmark = [
-    pytest.mark.cluster,
-    pytest.mark.timeout(240),
-    # Ray opens sockets and files that it leaves to the garbage collector.
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning:ray"),
-]
+pytestmark = [*RAY, pytest.mark.timeout(240)]
 
 
 @pytest.fixture(scope="module")

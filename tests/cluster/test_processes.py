@@ -10,19 +10,13 @@ from pathlib import Path
 import pytest
 import ray
 from gates import eventually
+from ray_marks import RAY
 
 from kvferry.cluster.processes import Processes
 from kvferry.cluster.runtime import start_ray
 from kvferry.core.config import parse_config
 
-pytestmark = [
-    pytest.mark.cluster,
-    pytest.mark.timeout(300),
-    # Ray opens sockets and files that it leaves to the garbage collector.
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning:ray"),
-]
+pytestmark = [*RAY, pytest.mark.timeout(300)]
 
 
 @pytest.fixture

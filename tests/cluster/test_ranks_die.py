@@ -11,6 +11,7 @@ import pytest
 import ray
 import torch
 from gates import eventually
+from ray_marks import RAY
 from tiny_models import save, tiny_model
 from tiny_tokenizer import save_tokenizer
 from whole_cluster import PROMPT, blocks_are_back, config_for, ready, tokens
@@ -20,14 +21,7 @@ from kvferry.cluster.system import System
 from kvferry.core.errors import ConfigError
 from kvferry.core.sampling import SamplingParams
 
-pytestmark = [
-    pytest.mark.cluster,
-    pytest.mark.timeout(300),
-    # Ray opens sockets and files that it leaves to the garbage collector.
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning:ray"),
-]
+pytestmark = [*RAY, pytest.mark.timeout(300)]
 
 LONG = SamplingParams(max_tokens=90, temperature=0.0, ignore_eos=True)
 KINDS = ("PrefillActor", "PrefillRankActor", "DecodeActor", "DecodeRankActor")

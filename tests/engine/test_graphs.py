@@ -163,29 +163,19 @@ def test_a_step_that_was_prepared_is_the_same(max_seqs: int, other: list[int] | 
     assert sum(capture.replays) == (max_seqs == 8) * (1 + (other == [1, 1, 1]))
 
 
-def test_of_a_prepared_step_only_token_ids_are_left_to_fill_in(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_of_a_prepared_step_only_token_ids_are_left_to_fill_in() -> None:
+    """What is done to its other numbers afterwards comes too late, until it is launched anew."""
     runner, _, _ = captured(max_seqs=8)
-    filled: list[str] = []
-    for name in ("fill_ahead", "fill_tokens"):
-        real = getattr(StaticInputs, name)
-
-        def fill(
-            self: StaticInputs, step: StepArrays, name: str = name, real: object = real
-        ) -> None:
-            filled.append(name)
-            real(self, step)  # type: ignore[operator]
-
-        monkeypatch.setattr(StaticInputs, name, fill)
-    plan = plan_of([1] * 5, [0, 9, 30, 7, 8])
+    eager = ReferenceRunner(decoder_of(Backend.TORCH), paged())
+    plan, same = (plan_of([1] * 5, [8, 9, 30, 7, 8]) for _ in range(2))
     with torch.inference_mode():
         runner.prepare(plan)
-        assert filled == ["fill_ahead"]
-        runner.logits(plan)
-        assert filled == ["fill_ahead", "fill_tokens"]
-        runner.logits(plan)
-    assert filled == ["fill_ahead", "fill_tokens"] * 2
+        plan.context_lens[:] = 0
+        plan.token_ids[0] = same.token_ids[0] = 1
+        logits, expected = runner.logits(plan).clone(), eager.logits(same)
+        again = runner.logits(plan)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+    assert not torch.allclose(again, expected, rtol=0, atol=1e-2)
 
 
 def test_padding_rows_change_nothing() -> None:
